@@ -1,0 +1,70 @@
+"""Errors of the package: each says what is wrong, what was expected, what came, where, and how to mend it."""
+
+from __future__ import annotations
+
+
+class PGLossError(ValueError):
+    """Base of every error the package raises on purpose.
+
+    Args:
+        what: one sentence that names the fault.
+        expected: what a right input looks like.
+        got: what came instead (a value, shape, dtype).
+        where: rank, sample, position, stream; whatever locates it.
+        fix: how to mend it.
+
+    The parts stay readable as attributes; ``str(error)`` joins them into one line.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        expected: object = None,
+        got: object = None,
+        where: object = None,
+        fix: str | None = None,
+    ) -> None:
+        self.what, self.expected, self.got, self.where, self.fix = what, expected, got, where, fix
+        parts = [what.rstrip(".")]
+        parts += [f"expected {expected}"] if expected is not None else []
+        parts += [f"got {got}"] if got is not None else []
+        parts += [f"at {where}"] if where is not None else []
+        line = "; ".join(parts)
+        super().__init__(f"{line}. Fix: {fix}" if fix else line)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Keyword-only arguments do not survive the default pickling of exceptions, and errors cross process borders.
+        return (_rebuild, (type(self), self.what, self.expected, self.got, self.where, self.fix))
+
+
+def _rebuild(
+    kind: type[PGLossError], what: str, expected: object, got: object, where: object, fix: str | None
+) -> PGLossError:
+    return kind(what, expected=expected, got=got, where=where, fix=fix)
+
+
+class SpecError(PGLossError):
+    """A loss specification that cannot be: unknown key, value out of range, parts that contradict."""
+
+
+class DataError(PGLossError):
+    """Data that cannot be trained on: shapes, dtypes, alignment, non-finite values, missing streams."""
+
+
+class LayoutError(PGLossError):
+    """Ranks that disagree, or a layout that the data or the schedule cannot be cut for."""
+
+
+class UnsupportedError(PGLossError):
+    """A mode of Megatron-Core, or of the machine, that the loss refuses because it would be wrong there."""
+
+
+class NonFiniteError(PGLossError):
+    """A NaN or infinity inside a component at loss time."""
+
+
+KINDS: dict[str, type[PGLossError]] = {
+    kind.__name__: kind
+    for kind in (PGLossError, SpecError, DataError, LayoutError, UnsupportedError, NonFiniteError)
+}

@@ -1,0 +1,195 @@
+"""The plan's collective: one fixed-size row from every rank, so that all ranks know the same and fail alike.
+
+A row is 128 int64 (1 KiB), floats bit-cast: a head of fixed slots, then either the counts of every component or, where
+the rank has a fault, the error itself. Every rank reduces the rows in rank order, so the result is bit-identical.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_pgloss.errors import KINDS, LayoutError, PGLossError
+
+ROW = 128
+HEAD = 32
+BODY = ROW - HEAD
+FIELDS = (
+    "error", "spec", "version", "batch", "data_rank", "streams", "microbatches", "rows", "tokens", "width",
+    "bin_rows", "bin_tokens", "unit_rows", "double", "excluded", "setup",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Who takes part in a plan. The default is one process alone."""
+
+    world: Any = None
+    """Process group of all ranks of the job; None: no collective."""
+    data: Any = None
+    """Process group of ranks with different data (one of every replica); None: no collective."""
+    world_rank: int = 0
+    world_size: int = 1
+    data_rank: int = 0
+    data_size: int = 1
+
+    @staticmethod
+    def of(group: Any) -> Ranks:
+        """Plain data parallelism over ``group``: every rank has its own data."""
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        return Ranks(world=group, data=group, world_rank=rank, world_size=size, data_rank=rank, data_size=size)
+
+    def gather(self, rows: Tensor, group: Any, size: int) -> Tensor:
+        """int64 [size, ...] of every rank's ``rows``, in rank order."""
+        if group is None or size == 1:
+            return rows[None]
+        device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
+        mine = rows.contiguous().to(device)
+        out = torch.empty(size * mine.numel(), dtype=mine.dtype, device=device)
+        dist.all_gather_into_tensor(out, mine.reshape(-1), group=group)
+        return out.cpu().reshape(size, *rows.shape)
+
+
+def pack(head: dict[str, int], body: Tensor, error: PGLossError | None) -> Tensor:
+    """One rank's row.
+
+    Args:
+        head: values of `FIELDS`.
+        body: int64 [<= BODY], counts.
+        error: this rank's fault; its text takes the body's place.
+    """
+    row = torch.zeros(ROW, dtype=torch.int64)
+    if error is None:
+        row[HEAD : HEAD + body.numel()] = body
+    else:
+        head = {**head, "error": 1 + sorted(KINDS).index(type(error).__name__)}
+        text = _text(error, BODY * 8 - 8)
+        raw = torch.frombuffer(bytearray(text.ljust((len(text) + 7) // 8 * 8, b" ")), dtype=torch.int64)
+        row[HEAD] = len(text)
+        row[HEAD + 1 : HEAD + 1 + raw.numel()] = raw
+    for name, value in head.items():
+        row[FIELDS.index(name)] = value
+    return row
+
+
+def raise_agreed(rows: Tensor) -> None:
+    """Raise, on every rank alike, what any rank reported or what the rows disagree on.
+
+    Args:
+        rows: int64 [world, ROW].
+
+    Raises:
+        PGLossError: the first faulty rank's error, or a disagreement on spec, version, streams or a replica's batch.
+    """
+    codes = rows[:, FIELDS.index("error")]
+    if bool((codes != 0).any()):
+        faulty = codes.nonzero().flatten().tolist()
+        raise _unpack(rows[faulty[0]], faulty)
+    for name, what, fix in _EQUAL:
+        _equal(rows[:, FIELDS.index(name)], what, fix)
+    _streams(rows)
+    batch, data_rank = rows[:, FIELDS.index("batch")], rows[:, FIELDS.index("data_rank")]
+    for replica in data_rank.unique().tolist():
+        inside = (data_rank == replica).nonzero().flatten()
+        if bool((batch[inside] != batch[inside[0]]).any()):
+            other = inside[(batch[inside] != batch[inside[0]]).nonzero()[0, 0]]
+            raise LayoutError(
+                "ranks of one replica (tensor, context and pipeline ranks of a data-parallel rank) have different batches",
+                expected="the same batches in the same order",
+                got=f"digests {int(batch[inside[0]]):x} and {int(batch[other]):x}",
+                where=f"rank {int(inside[0])} and rank {int(other)}, replica {replica}",
+                fix="pass the same batches on all of them, or call broadcast first",
+            )
+
+
+_EQUAL = (
+    ("spec", "ranks have different loss specs", "build the spec from one file or argument on every rank"),
+    ("version", "ranks run different versions of megatron_pgloss", "install one version everywhere"),
+    ("setup", "ranks differ in split, coefficients or plan options", "pass the same arguments on every rank"),
+)
+
+
+def _equal(values: Tensor, what: str, fix: str) -> None:
+    differs = (values != values[0]).nonzero().flatten()
+    if differs.numel():
+        other = int(differs[0])
+        raise LayoutError(
+            what, expected=f"{int(values[0]):x} everywhere", got=f"{int(values[other]):x}",
+            where=f"rank 0 and rank {other}", fix=fix,
+        )  # fmt: skip
+
+
+def _streams(rows: Tensor) -> None:
+    # Ranks without rows have no streams and no say.
+    filled = (rows[:, FIELDS.index("rows")] > 0).nonzero().flatten()
+    masks = rows[filled, FIELDS.index("streams")]
+    differs = (masks != masks[0]).nonzero().flatten() if masks.numel() else masks
+    if differs.numel():
+        bits = int(masks[0]) ^ int(masks[int(differs[0])])
+        names = [name for bit, name in enumerate(OPTIONAL) if bits >> bit & 1] or ["masks or weights"]
+        raise LayoutError(
+            f"optional streams are present on some ranks only: {', '.join(names)}",
+            expected="the same streams on every rank that has rows",
+            where=f"rank {int(filled[0])} and rank {int(filled[int(differs[0])])}",
+            fix="give them on every rank, or on none",
+        )
+
+
+OPTIONAL = (
+    "old", "rollout", "ref", "advantages", "temperature", "prompt_ids", "episode_ids", "sample_ids", "terminations",
+)  # fmt: skip
+
+
+def presence(batch: Any) -> int:
+    """Bits of `OPTIONAL` present in the batch, and above them a hash of its weights' and masks' names."""
+    bits = 0
+    for bit, name in enumerate(OPTIONAL):
+        there = name in batch.streams or getattr(batch, name, None) is not None
+        bits |= int(there) << bit
+    names = json.dumps([sorted(batch.weights), sorted(batch.masks)])
+    return bits | (digest(names.encode()) >> 16 << 16)
+
+
+def digest(*parts: bytes) -> int:
+    """A 62-bit hash."""
+    state = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        state.update(part)
+    return int.from_bytes(state.digest(), "big") >> 2
+
+
+def batch_digest(batch: Any) -> int:
+    """A hash of everything in the batch that the loss reads."""
+    tensors = [batch.tokens_T, batch.cu_S1, batch.action_T, batch.observation_T, batch.target_T, batch.turn_T]
+    for table in (batch.streams, batch.weights, batch.masks):
+        tensors += [table[name] for name in sorted(table)]
+    ids = repr((batch.prompt_ids, batch.episode_ids, batch.sample_ids, batch.terminations)).encode()
+    return digest(ids, *(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors))
+
+
+def _text(error: PGLossError, room: int) -> bytes:
+    parts = [error.what, error.expected, error.got, error.where, error.fix]
+    parts = [None if part is None else str(part) for part in parts]
+    while True:
+        text = json.dumps(parts, ensure_ascii=True).encode()
+        if len(text) <= room:
+            return text
+        longest = max(range(5), key=lambda i: len(parts[i] or ""))
+        parts[longest] = str(parts[longest])[: -(len(text) - room) - 4] + "..."
+
+
+def _unpack(row: Tensor, faulty: list[int]) -> PGLossError:
+    kind = KINDS[sorted(KINDS)[int(row[FIELDS.index("error")]) - 1]]
+    size = int(row[HEAD])
+    raw = row[HEAD + 1 :].contiguous().view(torch.uint8).numpy().tobytes()[:size]
+    what, expected, got, where, fix = json.loads(raw)
+    place = f"rank {faulty[0]}" + (f", {where}" if where else "")
+    if len(faulty) > 1:
+        place += f" (and {len(faulty) - 1} more ranks: {', '.join(map(str, faulty[1:6]))})"
+    return kind(what, expected=expected, got=got, where=place, fix=fix)

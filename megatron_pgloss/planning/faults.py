@@ -1,0 +1,178 @@
+"""Plan-time checks of data against the spec: the first fault of a rank, as an error that names its place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_pgloss.errors import DataError, PGLossError
+from megatron_pgloss.planning.sets import ComponentSet, base, component_set, where
+from megatron_pgloss.rollouts import TokenBatch
+from megatron_pgloss.spec import DropTruncated, LossSpec, UserMask
+
+_ARGUMENT = {"old": "old_logprobs", "rollout": "rollout_logprobs", "ref": "ref_logprobs", "advantages": "advantages"}
+
+
+def check(batch: TokenBatch, spec: LossSpec, *, vocab_size: int | None = None) -> None:
+    """Raise the first fault of ``batch`` under ``spec``, in a fixed order.
+
+    Raises:
+        DataError: names outside the spec, absent streams and ids, an action on a first token, tokens off the
+            vocabulary, temperature not positive, non-finite values inside a component, a sequence without a
+            member of any component, a second on-policy update.
+    """
+    _names(batch, spec)
+    _present(batch, spec)
+    _first_tokens(batch)
+    _vocabulary(batch, vocab_size)
+    _temperature(batch)
+    # Without corrections: those read streams whose values are only judged here.
+    plain = spec.replace(corrections=())
+    sets = [component_set(batch, part, plain) for part in spec.components]
+    _finite(batch, spec, sets)
+    _empty_sequences(batch, spec)
+    _turns(batch, sets)
+    _updated(batch, spec)
+
+
+def _names(batch: TokenBatch, spec: LossSpec) -> None:
+    for name in batch.weights:
+        if name not in spec.names:
+            raise DataError(f"weights for {name!r}, which is not a component", expected=", ".join(spec.names))
+    wanted = {mask.name for mask in spec.masks if isinstance(mask, UserMask)}
+    wanted |= {part.count for part in spec.components} - {"members", "observations"}
+    for name in sorted(wanted - set(batch.masks)):
+        raise DataError(
+            f"the spec reads a mask {name!r} that the batch does not have",
+            expected=f"masks={{{name!r}: bool tensor}}", got=", ".join(batch.masks) or "no masks",
+        )
+
+
+def _present(batch: TokenBatch, spec: LossSpec) -> None:
+    for stream, readers in spec.readers.items():
+        if stream not in batch.streams:
+            fix = f"give {_ARGUMENT[stream]}="
+            if stream == "old":
+                fix += ", score them (step.score(..., into='old')), or set old='policy' in the spec"
+            raise DataError(f"{stream} is absent", expected=f"{_ARGUMENT[stream]}, read by {', '.join(readers)}", fix=fix)
+    if any(isinstance(mask, DropTruncated) for mask in spec.masks) and batch.terminations is None:
+        raise DataError("terminations are absent", expected="terminations=, read by DropTruncated")
+    for part in spec.components:
+        for unit in part.path.units:
+            if unit in ("prompt", "episode") and getattr(batch, f"{unit}_ids") is None:
+                raise DataError(
+                    f"{unit}_ids are absent", expected=f"{unit}_ids=, named by {part.name}'s {part.normalizer!r}"
+                )
+
+
+def _first_tokens(batch: TokenBatch) -> None:
+    if bool(batch.first_action_S.any()):
+        row = int(batch.first_action_S.to(torch.int8).argmax())
+        raise DataError(
+            "the first token of a sequence is marked as an action, but nothing predicts it",
+            where=f"{batch.sample_name(row)}, token 0, stream 'action_mask'",
+            fix="put a beginning-of-sequence token before it, or unmark it; masks are about tokens[i] itself",
+        )
+
+
+def _vocabulary(batch: TokenBatch, vocab_size: int | None) -> None:
+    bad_T = batch.tokens_T < 0
+    if vocab_size is not None:
+        bad_T = bad_T | (batch.tokens_T >= vocab_size)
+    if bool(bad_T.any()):
+        at = int(bad_T.to(torch.int8).argmax())
+        limit = "" if vocab_size is None else f" below {vocab_size}"
+        row = int(torch.searchsorted(batch.cu_S1, at, right=True)) - 1
+        raise DataError(
+            "a token lies off the vocabulary", expected=f"0 or more{limit}", got=int(batch.tokens_T[at]),
+            where=f"{batch.sample_name(row)}, token {at - int(batch.cu_S1[row])}, stream 'tokens'",
+        )
+
+
+def _temperature(batch: TokenBatch) -> None:
+    if "temperature" not in batch.streams:
+        return
+    heat_T = batch.streams["temperature"]
+    bad_T = (batch.action_T | batch.target_T) & ~((heat_T > 0) & heat_T.isfinite())
+    if bool(bad_T.any()):
+        at = int(bad_T.to(torch.int8).argmax())
+        raise DataError(
+            "temperature must be positive", expected="> 0 where the policy sampled", got=float(heat_T[at]),
+            where=where(batch, at, "temperature"), fix="greedy sampling has no log-prob to train on",
+        )
+
+
+def _finite(batch: TokenBatch, spec: LossSpec, sets: list[ComponentSet]) -> None:
+    for tokens in sets:
+        part, member_T = tokens.component, tokens.member_T
+        streams: dict[str, Tensor] = {}
+        for stream, readers in spec.readers.items():
+            if part.name in readers:
+                streams[stream] = batch.streams[stream]
+        for rule in spec.corrections:
+            if part.name in rule.on:
+                streams.update(old=batch.streams["old"], rollout=batch.streams["rollout"])
+        if part.name in batch.weights:
+            streams[f"weights[{part.name!r}]"] = batch.weights[part.name]
+        for name, stream_T in streams.items():
+            bad_T = member_T & ~stream_T.isfinite()
+            if bool(bad_T.any()):
+                at = int(bad_T.to(torch.int8).argmax())
+                raise DataError(
+                    f"a non-finite value inside component {part.name!r}", expected="finite values at its members",
+                    got=f"{float(stream_T[at])} ({int(bad_T.sum())} such tokens)", where=where(batch, at, name),
+                    fix="mend the source, or mask the token; values outside a component never matter",
+                )
+
+
+def empty_rows(batch: TokenBatch, spec: LossSpec) -> Tensor:
+    """bool [S]: rows with tokens but without a member of any component before rules."""
+    any_T = torch.zeros_like(batch.action_T)
+    for part in spec.components:
+        any_T = any_T | base(batch, part)
+    hits_S = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, batch.seq_T, any_T.to(torch.int64))
+    return (batch.lengths_S > 0) & (hits_S == 0)
+
+
+def _empty_sequences(batch: TokenBatch, spec: LossSpec) -> None:
+    empty_S = empty_rows(batch, spec)
+    if spec.empty_sequences == "refuse" and bool(empty_S.any()):
+        row = int(empty_S.to(torch.int8).argmax())
+        raise DataError(
+            "a sequence has no member of any component", expected="at least one action or target token",
+            got=f"{int(empty_S.sum())} such sequences", where=batch.sample_name(row),
+            fix="check its masks, or set empty_sequences='exclude'",
+        )
+
+
+def _turns(batch: TokenBatch, sets: list[ComponentSet]) -> None:
+    for tokens in sets:
+        part = tokens.component
+        if "turn" not in part.path.units:
+            continue
+        lost_T = tokens.count_T & (batch.turn_T < 0)
+        if bool(lost_T.any()):
+            at = int(lost_T.to(torch.int8).argmax())
+            raise DataError(
+                f"{part.name}'s normalizer names turns, but a counted token belongs to none",
+                expected="turn >= 0", got=f"{int(lost_T.sum())} tokens before the first policy turn",
+                where=where(batch, at, "turn_ids"), fix="give turn_ids=, or take those tokens out of the component",
+            )
+
+
+def _updated(batch: TokenBatch, spec: LossSpec) -> None:
+    if spec.old != "policy":
+        return
+    for row, record in enumerate(batch.records_S):
+        if record.plan is not None:
+            raise DataError(
+                "a second update on the same rollouts with old='policy': the ratio is no longer 1",
+                where=batch.sample_name(row),
+                fix="score the rollouts once (step.score(..., into='old')) and use old='given', or sample anew",
+            )
+
+
+def as_fault(error: PGLossError, rank: int) -> PGLossError:
+    """The same error with the rank in front of its place."""
+    place = f"rank {rank}" + (f", {error.where}" if error.where is not None else "")
+    return type(error)(error.what, expected=error.expected, got=error.got, where=place, fix=error.fix)

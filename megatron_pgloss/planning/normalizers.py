@@ -1,0 +1,187 @@
+"""Normaliser paths to per-token weights, from exact counts. `T` tokens.
+
+For a path ``u_1 > ... > u_n`` with the count set C, the weight of a token is the product over levels k of
+``1 / d_k(parent)``, where ``parent`` is the token's unit of level k-1 (the batch for k = 1) and ``d_k`` the level's divisor: the
+number of counted units u_k in it for a mean, a constant, a power of that number, or its mean over the batch. A unit is
+counted if C holds one of its tokens, or always with ``units="all"``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_pgloss.planning.agreement import Ranks
+from megatron_pgloss.planning.sets import ComponentSet
+from megatron_pgloss.planning.units import KEYED, Units
+from megatron_pgloss.spec import LossSpec
+
+LOCAL = ("sequence", "turn", "token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalCounts:
+    """Counts of one component on this rank."""
+
+    tokens: ComponentSet
+    alive: dict[str, Tensor]
+    """Unit name to bool [units]: whether the unit is counted."""
+    value_T: Tensor
+    """float64 or int64 [T]: what a token adds to the token level (1, or its user weight)."""
+    totals: dict[str, int | float]
+    """Counted sequences, turns and tokens on this rank."""
+
+
+def local_counts(tokens: ComponentSet, units: Units, present_S: Tensor) -> LocalCounts:
+    """Count the units of ``tokens`` on this rank.
+
+    Args:
+        present_S: bool [S]: rows that exist (not padding, not excluded), for ``units="all"``.
+    """
+    count_T = tokens.count_T
+    alive: dict[str, Tensor] = {}
+    for unit, size in units.size.items():
+        index_T = units.index[unit]
+        inside_T = count_T & (index_T >= 0)
+        alive[unit] = torch.zeros(size, dtype=torch.bool).index_fill_(0, index_T[inside_T], True)
+        if tokens.component.units == "all":
+            alive[unit] = present_S if unit == "sequence" else _holds_row(units, unit, present_S)
+    weighted = tokens.component.divide_by == "weights"
+    value_T = torch.where(count_T, tokens.user_T, 0) if weighted else count_T.to(torch.int64)
+    totals: dict[str, int | float] = {unit: int(alive[unit].sum()) for unit in ("sequence", "turn")}
+    totals["token"] = value_T.sum().item()
+    return LocalCounts(tokens=tokens, alive=alive, value_T=value_T, totals=totals)
+
+
+def _holds_row(units: Units, unit: str, present_S: Tensor) -> Tensor:
+    if unit == "turn":
+        return present_S[units.parent["turn", "sequence"]]
+    rows = units.parent["sequence", unit]
+    return torch.zeros(units.size[unit], dtype=torch.bool).index_fill_(0, rows[present_S], True)
+
+
+def named_keyed(spec: LossSpec) -> tuple[str, ...]:
+    """Which of prompt and episode any component's path names."""
+    return tuple(unit for unit in KEYED if any(unit in part.path.units for part in spec.components))
+
+
+def finest(spec: LossSpec) -> str | None:
+    """The finest unit that needs keys across ranks, or None."""
+    named = named_keyed(spec)
+    return named[-1] if named else None
+
+
+def keyed_rows(counts: list[LocalCounts], units: Units | None, unit: str, capacity: int) -> Tensor:
+    """This rank's rows for the keyed gather.
+
+    Returns:
+        int64 [capacity, 5 + 4 * components]: a flag, the key of ``unit``, the key of its prompt, and per component whether
+        it is counted and its counted sequences, turns and tokens (a float's bits where tokens are weighted).
+    """
+    width = 5 + 4 * len(counts)
+    rows = torch.zeros(capacity, width, dtype=torch.int64)
+    if units is None:
+        return rows
+    n = units.size[unit]
+    rows[:n, 0] = 1
+    rows[:n, 1:3] = units.key[unit]
+    prompt = units.key["prompt"] if "prompt" in units.key else torch.zeros(1, 2, dtype=torch.int64)
+    owner = units.parent.get((unit, "prompt"), torch.arange(n) if unit == "prompt" else torch.zeros(n, dtype=torch.int64))
+    rows[:n, 3:5] = prompt[owner]
+    for c, part in enumerate(counts):
+        at = 5 + 4 * c
+        rows[:n, at] = part.alive[unit].to(torch.int64)
+        for i, level in enumerate(LOCAL):
+            value = _sums(part, units, level, unit)
+            rows[:n, at + 1 + i] = value.view(torch.int64) if value.is_floating_point() else value
+    return rows
+
+
+def _sums(part: LocalCounts, units: Units, child: str, parent: str) -> Tensor:
+    """Counted children of every parent unit on this rank; float64 for weighted tokens, else int64."""
+    if child == "token":
+        index_T = units.index[parent]
+        inside_T = part.tokens.count_T & (index_T >= 0)
+        out = torch.zeros(units.size[parent], dtype=part.value_T.dtype)
+        return out.index_add_(0, index_T[inside_T], part.value_T[inside_T])
+    owner = torch.arange(units.size[child]) if child == parent else units.parent[child, parent]
+    alive = part.alive[child].to(torch.int64)
+    return torch.zeros(units.size[parent], dtype=torch.int64).index_add_(0, owner, alive)
+
+
+class Totals:
+    """Counts over the whole job: of the batch, and of every prompt and episode this rank knows.
+
+    Args:
+        ranks: who takes part.
+        batch_totals: per component, counted sequences, turns and tokens over all ranks.
+        table: int64 [rows, width]: all ranks' `keyed_rows`, or None where no path names a keyed unit.
+        unit: the unit of the table's rows.
+    """
+
+    def __init__(self, batch_totals: list[dict[str, int | float]], table: Tensor | None, unit: str | None) -> None:
+        self.batch, self.unit = batch_totals, unit
+        self._groups: dict[str, tuple[Tensor, Tensor]] = {}
+        if table is None or unit is None:
+            return
+        table = table[table[:, 0] == 1]
+        self._table = table
+        keys, inverse = torch.unique(table[:, 1:3], dim=0, return_inverse=True)
+        self._groups[unit] = (keys, inverse)
+        if unit == "episode":
+            self._groups["prompt"] = torch.unique(table[:, 3:5], dim=0, return_inverse=True)
+        for c, totals in enumerate(self.batch):
+            for name, (names, of_row) in self._groups.items():
+                totals[name] = int(self._alive(c, names.shape[0], of_row).sum())
+
+    def _alive(self, c: int, size: int, of_row: Tensor) -> Tensor:
+        flags = self._table[:, 5 + 4 * c] == 1
+        return torch.zeros(size, dtype=torch.bool).index_fill_(0, of_row[flags], True)
+
+    def children(self, c: int, part: LocalCounts, units: Units, child: str, parent: str) -> Tensor:
+        """How many counted ``child`` units each of this rank's ``parent`` units has, over all ranks."""
+        if parent not in KEYED:
+            return _sums(part, units, child, parent)
+        keys, of_row = self._groups[parent]
+        if child == "episode":
+            episodes, row_episode = self._groups["episode"]
+            alive = self._alive(c, episodes.shape[0], row_episode)
+            owner = torch.zeros(episodes.shape[0], dtype=torch.int64)
+            owner[row_episode] = of_row
+            total = torch.zeros(keys.shape[0], dtype=torch.int64).index_add_(0, owner, alive.to(torch.int64))
+        else:
+            column = self._table[:, 5 + 4 * c + 1 + LOCAL.index(child)]
+            if part.value_T.is_floating_point() and child == "token":
+                column = column.view(torch.float64)
+            total = torch.zeros(keys.shape[0], dtype=column.dtype).index_add_(0, of_row, column)
+        place = {tuple(row): i for i, row in enumerate(keys.tolist())}
+        mine = [place[tuple(row)] for row in units.key[parent].tolist()]
+        return total[torch.tensor(mine, dtype=torch.int64)]
+
+
+def weights(c: int, part: LocalCounts, units: Units, totals: Totals) -> Tensor:
+    """Per-token weight of one component: 0 outside its members. float64 [T]."""
+    member_T = part.tokens.member_T
+    weight_T = torch.ones(member_T.shape, dtype=torch.float64)
+    parent: str | None = None
+    for level in part.tokens.component.path.levels:
+        if level.divisor is not None:
+            divisor_T = torch.full_like(weight_T, level.divisor)
+        elif level.average:
+            parents = 1 if parent is None else totals.batch[c][parent]
+            mean = totals.batch[c][level.unit] / parents if parents else 1.0
+            divisor_T = torch.full_like(weight_T, mean)
+        elif level.power is None:
+            divisor_T = torch.ones_like(weight_T)
+        elif parent is None:
+            divisor_T = torch.full_like(weight_T, float(totals.batch[c][level.unit]) ** level.power)
+        else:
+            per_unit = totals.children(c, part, units, level.unit, parent).to(torch.float64) ** level.power
+            index_T = torch.where(member_T, units.index[parent], 0)
+            divisor_T = per_unit[index_T] if per_unit.numel() else torch.ones_like(weight_T)
+        # Members are counted, so their divisors are positive; elsewhere the value is never used.
+        weight_T = weight_T / torch.where(member_T, divisor_T, 1.0)
+        parent = level.unit
+    return torch.where(member_T, weight_T * part.tokens.factor_T, 0.0)

@@ -1,0 +1,95 @@
+"""Checks of what the caller hands over: shapes, dtypes, padding. Values are judged by the plan, where the spec is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_pgloss.errors import DataError
+
+_ARGUMENTS = (
+    "tokens lengths attention_mask action_mask advantages old_logprobs rollout_logprobs ref_logprobs "
+    "prompt_ids episode_ids sample_ids turn_ids observation_mask weights masks temperature terminations "
+    "allow_low_precision"
+).split()
+
+
+def tokens(value: Any, shape: tuple[int | None, ...]) -> None:
+    """Integer tensor of the given shape (None: any extent)."""
+    if not isinstance(value, Tensor) or value.dtype not in (torch.int64, torch.int32):
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise DataError("tokens must be an integer tensor", expected="torch.int64", got=kind)
+    fits = value.dim() == len(shape) and all(w is None or w == g for w, g in zip(shape, value.shape, strict=True))
+    if not fits:
+        raise DataError(
+            "tokens has the wrong shape", expected=["any" if extent is None else extent for extent in shape],
+            got=list(value.shape),
+        )
+
+
+def lengths(value: Any, rows: int | None) -> Tensor:
+    """int64 [S] of non-negative lengths."""
+    lengths_S = torch.as_tensor(value, dtype=torch.int64, device="cpu") if value is not None else None
+    if lengths_S is None or lengths_S.dim() != 1 or (rows is not None and lengths_S.numel() != rows):
+        raise DataError(
+            "lengths has the wrong shape", expected=f"[{'S' if rows is None else rows}]",
+            got=None if lengths_S is None else list(lengths_S.shape),
+        )
+    if lengths_S.numel() and int(lengths_S.min()) < 0:
+        raise DataError("a length is negative", got=int(lengths_S.min()), where=f"row {int(lengths_S.argmin())}")
+    return lengths_S
+
+
+def contiguous(attention_mask: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Lengths and offsets of the one unbroken run of every row."""
+    mask_BL = boolean("attention_mask", attention_mask.detach().cpu())
+    if tuple(mask_BL.shape) != shape:
+        raise DataError("attention_mask has the wrong shape", expected=list(shape), got=list(mask_BL.shape))
+    lengths_S = mask_BL.sum(1)
+    edges_BL = mask_BL.to(torch.int8).diff(dim=1, prepend=torch.zeros(shape[0], 1, dtype=torch.int8))
+    runs_S = (edges_BL == 1).sum(1)
+    if bool((runs_S > 1).any()):
+        row = int(runs_S.argmax())
+        raise DataError(
+            "attention_mask has holes", expected="one unbroken run per row", got=f"{int(runs_S[row])} runs",
+            where=f"row {row}", fix="pad on one side only; several sequences in one row go through from_packed",
+        )
+    return lengths_S, mask_BL.to(torch.int8).argmax(1)
+
+
+def boolean(name: str, value: Tensor) -> Tensor:
+    """A bool tensor; 0/1 integers are read as such, anything else is refused."""
+    if value.dtype == torch.bool:
+        return value
+    if value.is_floating_point() or bool(((value != 0) & (value != 1)).any()):
+        raise DataError(f"{name} must be bool", expected="torch.bool", got=value.dtype, fix=f"{name}.bool()")
+    return value.bool()
+
+
+def floating(name: str, value: Tensor, low: Sequence[str] = ()) -> Tensor:
+    """float32 or float64; lower precision only where asked for by name, then kept as float32."""
+    if value.dtype in (torch.float32, torch.float64):
+        return value
+    if not value.is_floating_point():
+        raise DataError(f"{name} must be a float tensor", expected="float32 or float64", got=value.dtype)
+    if name in low:
+        return value.float()
+    raise DataError(
+        f"{name} is {value.dtype}: a rounding of log-probs is a ratio error of 0.5 to 5 percent",
+        expected="float32 or float64", got=value.dtype,
+        fix=f"keep it in float32 where it is made, or allow_low_precision=({name!r},)",
+    )
+
+
+def unknown_argument(name: str) -> DataError:
+    """An argument that no builder has."""
+    import difflib
+
+    close = difflib.get_close_matches(name, _ARGUMENTS, n=1)
+    return DataError(
+        f"no argument {name!r}", expected=", ".join(_ARGUMENTS),
+        fix=f"did you mean {close[0]!r}?" if close else f"remove {name!r}",
+    )

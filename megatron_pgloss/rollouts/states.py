@@ -1,0 +1,27 @@
+"""Who wrote a token, and how a rollout ended."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Author(str, Enum):
+    """Who wrote a token. The author decides membership; the role decides only weights."""
+
+    POLICY = "policy"
+    ENVIRONMENT = "environment"
+    HARNESS = "harness"
+    RENDERER = "renderer"
+    VERIFIER = "verifier"
+    COPIED = "copied"
+
+
+class Termination(str, Enum):
+    """How a rollout ended. EOS is just a policy token and no state of its own."""
+
+    SUCCESS = "success"
+    FAILURE = "failure"
+    TRUNCATED = "truncated"
+    INVALID = "invalid"
+    FAULT = "fault"
+    """Infrastructure broke: the sequence leaves every component and never votes in a baseline."""

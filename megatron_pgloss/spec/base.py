@@ -1,0 +1,69 @@
+"""The base of every part of a spec: frozen, closed, and with errors that name the nearest right word."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megatron_pgloss.errors import SpecError
+
+
+class Part(BaseModel):
+    """An immutable, validated piece of a `LossSpec`; unknown keys are refused with the nearest name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, strict=False)
+
+    def __init__(self, **data: Any) -> None:
+        unknown = [key for key in data if key not in type(self).model_fields]
+        if unknown:
+            raise unknown_key(type(self).__name__, unknown[0], list(type(self).model_fields))
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise _as_spec_error(type(self).__name__, error) from None
+
+    def replace(self, **changes: Any) -> Any:
+        """A copy with some fields changed, validated like a new one."""
+        return type(self)(**{**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickling by fields: the spec travels to spawned processes and through broadcasts.
+        return _rebuild, (type(self), {name: getattr(self, name) for name in type(self).model_fields})
+
+
+def _rebuild(kind: type[Part], fields: dict[str, Any]) -> Part:
+    return kind(**fields)
+
+
+def unknown_key(owner: str, key: str, known: list[str]) -> SpecError:
+    """The error for a key that ``owner`` does not have."""
+    return SpecError(
+        f"{owner} has no field {key!r}",
+        expected=f"one of {', '.join(known)}",
+        fix=nearest(key, known) or f"remove {key!r}",
+    )
+
+
+def nearest(word: str, known: list[str]) -> str | None:
+    """A hint ``did you mean ...?``, or None where nothing is close."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else None
+
+
+def _as_spec_error(owner: str, error: ValidationError) -> SpecError:
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, SpecError):
+        return cause
+    where = ".".join(str(step) for step in first["loc"]) or owner
+    got = first.get("input")
+    hint = None
+    if first["type"] in ("literal_error", "union_tag_invalid") and isinstance(got, str):
+        words = [word for word in str(first["ctx"]).split("'") if word.isidentifier()]
+        hint = nearest(got, words)
+    shown = f"{got!r}"
+    return SpecError(
+        f"{owner}.{where}: {first['msg']}", got=shown if len(shown) < 200 else shown[:200] + "...", fix=hint
+    )

@@ -1,0 +1,146 @@
+"""Normaliser paths: how a component averages over prompts, episodes, sequences, turns and tokens.
+
+    path    := level (">" level)*          levels strictly descending, the last one is token
+    level   := "mean(" unit ")" | "sum(" unit ")" ["/" divisor]
+    unit    := prompt | episode | sequence | turn | token
+    divisor := number > 0 | "sqrt" | "pow(a)" | "avg"
+
+Every path is a per-token weight (design: the one idea). Sources of the named ones: token mean, DAPO 2503.14476
+eq. 8; sequence mean, GRPO 2402.03300 eq. 3; constant budget, Dr. GRPO 2503.20783 section 3.2.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_pgloss.errors import SpecError
+
+Unit = Literal["prompt", "episode", "sequence", "turn", "token"]
+UNITS: tuple[Unit, ...] = ("prompt", "episode", "sequence", "turn", "token")
+
+ALIASES = {
+    "token-mean": "mean(token)",
+    "seq-mean-token-mean": "mean(sequence) > mean(token)",
+    "seq-mean-token-sum": "mean(sequence) > sum(token)",
+    "token-sum": "sum(token)",
+}
+_REFUSED = {
+    "seq-mean-token-sum-norm": "its default divisor is the padded width, which changes with padding; write "
+    "'mean(sequence) > sum(token)/BUDGET' (verl from 0.7.1) or 'sum(sequence) > sum(token)/BUDGET' (up to 0.7.0)",
+}
+_LEVEL = re.compile(r"(mean|sum)\((\w+)\)(?:/(.+))?")
+_POW = re.compile(r"pow\(([^)]+)\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One step of a path."""
+
+    operation: Literal["mean", "sum"]
+    unit: Unit
+    divisor: float | None = None
+    """A fixed positive number, for ``sum(unit)/number``."""
+    power: float | None = None
+    """Exponent of the level's own count: 0.5 for ``sqrt``, ``a`` for ``pow(a)``, 1 for a mean."""
+    average: bool = False
+    """Divide by the count's mean over the batch (``avg``)."""
+
+    def __str__(self) -> str:
+        head = f"{self.operation}({self.unit})"
+        if self.operation == "mean":
+            return head
+        if self.average:
+            return f"{head}/avg"
+        if self.power is not None:
+            return f"{head}/sqrt" if self.power == 0.5 else f"{head}/pow({_show(self.power)})"
+        return head if self.divisor is None else f"{head}/{_show(self.divisor)}"
+
+
+def _show(number: float) -> str:
+    # Exact both ways: the text of a path is what a spec stores.
+    return str(int(number)) if number == int(number) else repr(number)
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A parsed normaliser: levels from the outermost down to token."""
+
+    levels: tuple[Level, ...]
+
+    def __str__(self) -> str:
+        return " > ".join(str(level) for level in self.levels)
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The units named, outermost first."""
+        return tuple(level.unit for level in self.levels)
+
+
+def parse(text: str) -> Path:
+    """Parse a normaliser path or one of its aliases.
+
+    Args:
+        text: a path as in the grammar above, or a name of `ALIASES`.
+
+    Raises:
+        SpecError: unknown word, levels not strictly descending, last level not token, divisor not positive.
+    """
+    name = text.strip()
+    if name in _REFUSED:
+        raise SpecError(f"normalizer {name!r} is refused", fix=_REFUSED[name])
+    levels = tuple(_level(part.strip(), text) for part in ALIASES.get(name, name).split(">"))
+    order = [UNITS.index(level.unit) for level in levels]
+    if order != sorted(set(order)):
+        raise SpecError(
+            f"normalizer {text!r}: levels must descend", expected=" > ".join(UNITS), got=text,
+            fix="name each unit once, the largest first",
+        )
+    if levels[-1].unit != "token":
+        raise SpecError(
+            f"normalizer {text!r} does not end with the token level",
+            expected="mean(token) or sum(token) last", got=str(levels[-1]), fix="add '> mean(token)'",
+        )
+    return Path(levels)
+
+
+def _level(part: str, whole: str) -> Level:
+    match = _LEVEL.fullmatch(re.sub(r"\s+", "", part))
+    if match is None or match[2] not in UNITS:
+        raise SpecError(
+            f"normalizer {whole!r}: cannot read the level {part!r}",
+            expected="mean(UNIT) or sum(UNIT)[/divisor], UNIT of " + ", ".join(UNITS),
+            got=repr(part), fix="for example 'mean(sequence) > mean(token)', or one of " + ", ".join(ALIASES),
+        )
+    operation, unit, divisor = match[1], match[2], match[3]
+    if operation == "mean":
+        if divisor is not None:
+            raise SpecError(f"normalizer {whole!r}: a mean takes no divisor", got=part, fix="use sum(...)/...")
+        return Level("mean", unit, power=1.0)  # type: ignore[arg-type]
+    if divisor is None:
+        return Level("sum", unit)  # type: ignore[arg-type]
+    if divisor == "avg":
+        return Level("sum", unit, average=True)  # type: ignore[arg-type]
+    if divisor == "sqrt":
+        return Level("sum", unit, power=0.5)  # type: ignore[arg-type]
+    power = _POW.fullmatch(divisor)
+    number = _number(power[1] if power else divisor, whole)
+    if power:
+        return Level("sum", unit, power=number)  # type: ignore[arg-type]
+    if number <= 0:
+        raise SpecError(f"normalizer {whole!r}: divisor must be positive", expected="> 0", got=divisor)
+    return Level("sum", unit, divisor=number)  # type: ignore[arg-type]
+
+
+def _number(text: str, whole: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise SpecError(
+            f"normalizer {whole!r}: cannot read the divisor {text!r}", expected="a number, sqrt, pow(a) or avg"
+        )
+    return number

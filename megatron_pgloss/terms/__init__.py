@@ -1,0 +1,6 @@
+"""Pure maths on token streams, used everywhere: bounded log-ratios, k-estimators, sums over units."""
+
+from megatron_pgloss.terms.estimators import bounded, k1, k2, k3
+from megatron_pgloss.terms.segments import UnitSums
+
+__all__ = ["UnitSums", "bounded", "k1", "k2", "k3"]
