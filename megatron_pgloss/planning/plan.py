@@ -18,7 +18,7 @@ from megatron_pgloss.errors import DataError, LayoutError, PGLossError
 from megatron_pgloss.planning import agreement, faults, microbatch, normalizers, sets, units
 from megatron_pgloss.planning.agreement import FIELDS, HEAD, Ranks
 from megatron_pgloss.planning.microbatch import Arrangement, MicroBatch
-from megatron_pgloss.planning.split import Split, bins, refine, round_up
+from megatron_pgloss.planning.split import Split, bins, legal_count, refine, round_up
 from megatron_pgloss.rollouts import TokenBatch, concatenate
 from megatron_pgloss.spec import LossSpec, PolicyGradient
 
@@ -132,7 +132,7 @@ def plan(
     coef: Mapping[str, float] | None = None,
     ranks: Ranks | None = None,
     arrangement: Arrangement | None = None,
-    count_multiple: int = 1,
+    interleaved: tuple[int, int] | None = None,
     vocab_size: int | None = None,
 ) -> Plan:
     """Plan one optimizer step. A collective: every rank of the job calls it, also with no batches.
@@ -146,7 +146,7 @@ def plan(
         coef: coefficients of this step by component name, over the spec's.
         ranks: the full layout, instead of ``group`` (made by `megatron_pgloss.megatron`).
         arrangement: how rows are laid out; default: as the caller padded them.
-        count_multiple: the number of micro-batches is rounded up to this.
+        interleaved: group size and pipeline size of an interleaved schedule, which limit the number of micro-batches.
         vocab_size: tokens at or beyond it are refused.
 
     Returns:
@@ -165,11 +165,11 @@ def plan(
     except PGLossError as caught:
         # Raised below, on every rank alike.
         error, coefs = caught, {}
-    setup = agreement.digest(repr((split, arrangement, count_multiple, vocab_size, sorted(coefs.items()))).encode())
+    setup = agreement.digest(repr((split, arrangement, interleaved, vocab_size, sorted(coefs.items()))).encode())
     row = agreement.pack(_head(local, spec, arrangement, ranks, setup), _body(local), error)
     rows = ranks.gather(row, ranks.world, ranks.world_size)
     agreement.raise_agreed(rows)
-    return _assemble(local, spec, coefs, split, arrangement, ranks, rows, count_multiple)
+    return _assemble(local, spec, coefs, split, arrangement, ranks, rows, interleaved)
 
 
 def _ranks(group: Any) -> Ranks:
@@ -273,14 +273,16 @@ def _assemble(
     arrangement: Arrangement,
     ranks: Ranks,
     rows: Tensor,
-    count_multiple: int,
+    interleaved: tuple[int, int] | None,
 ) -> Plan:
     # One row of every replica: its other ranks have the same batches.
     firsts = [int((rows[:, FIELDS.index("data_rank")] == r).nonzero()[0]) for r in range(ranks.data_size)]
     mine = rows[firsts]
     head = {name: mine[:, i] for i, name in enumerate(FIELDS)}
     counts = _counts(spec, mine)
-    count = max(round_up(int(head["microbatches"].max()), count_multiple), count_multiple)
+    count = max(int(head["microbatches"].max()), 1)
+    if interleaved is not None:
+        count = legal_count(count, *interleaved)
     parts = refine(local.parts, count, split.packed)
     streams = functools.reduce(operator.or_, head["streams"].tolist(), 0)
     totals = _totals(local, spec, list(counts.values()), ranks, int(head["unit_rows"].max()))

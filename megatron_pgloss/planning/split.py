@@ -51,6 +51,17 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def legal_count(count: int, group: int, stages: int) -> int:
+    """The smallest number of micro-batches >= ``count`` that an interleaved schedule accepts.
+
+    Megatron-Core runs micro-batches in groups of ``group`` (at least ``stages``, the pipeline size): there must be a whole group, and
+    a last, partial one must still fill the pipeline.
+    """
+    count = max(count, group)
+    rest = count % group
+    return count + stages - rest if 0 < rest < stages else count
+
+
 def bins(split: Split, lengths: list[int], multiple: int = 1) -> list[list[int]]:
     """Rows of every micro-batch, at least one row each.
 

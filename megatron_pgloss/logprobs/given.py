@@ -1,0 +1,82 @@
+"""Log-probs and entropies from given logits: the public function.
+
+Shapes: `Vl` columns of the local vocabulary shard; leading dimensions are the targets'.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .inputs import check_inputs, check_separate_rows, inverse_temperature
+from .node import GivenLogits, Job, merged, outputs
+from .order import RowOrder
+from .result import TokenLogprobs
+from .shard import find_shard
+
+
+def token_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor | None = None,
+    entropy: bool = False,
+    group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    reuse_logits: bool = False,
+    chunk_elements: int = 2**20,
+) -> TokenLogprobs:
+    """Log-probability of each target, and entropy, under softmax(logits / temperature).
+
+    logp_t = z_t[target]/tau - lse_t,  lse_t = log sum_v exp(z_tv/tau),  H_t = -sum_v p_tv log p_tv
+
+    Args:
+        logits: bfloat16, float16, float32 or float64 [..., Vl], any strides. Maths is float32, or
+            float64 on float64 logits; the gradient is rounded once, to the logits' dtype.
+            Entries of -inf (masked columns) have probability 0 and gradient exactly 0.
+        targets: int64 [...], global token ids. A target off the vocabulary gives log-prob NaN, and
+            a NaN gradient if that log-prob is used: never a plausible number, and no host sync.
+            So does a target whose logit is -inf (log-prob -inf). Where the log-prob is not used
+            (upstream gradient exactly 0), any label will do.
+        temperature: None (1), a positive number, or a float32 or float64 tensor, 0-d or of
+            targets' shape (size 1 where it does not vary); a constant. Not positive or not finite
+            is refused; in a tensor on an accelerator it gives NaN at that token instead, which the
+            loss reports like any other non-finite value.
+        entropy: also return the entropy in nats, with its gradient.
+        group: None where logits hold the whole vocabulary; else the tensor-parallel group, whose
+            ranks hold equal contiguous shards in rank order and the same targets. Every rank of it
+            makes the call, and all get the same bits.
+        vocab_size: global columns from here on are padding: no part of the softmax, gradient 0.
+            None: every column counts.
+        reuse_logits: give the logits away. Backward writes the gradient into their own memory, so
+            no [T, Vl] tensor is ever added; a second backward is refused, and so is (by torch's
+            version check) any other backward that needs them unchanged. Leaf or not does not
+            matter. Without it the logits are never written to.
+        chunk_elements: logits worked on at a time: bounds scratch memory at two buffers of this
+            many elements in the dtype of the maths.
+
+    Returns:
+        TokenLogprobs: ``logprob`` and ``entropy`` (or None) of targets' shape, float32 (float64).
+
+    Rows whose upstream gradients are all exactly 0 get gradient 0, whatever their logits hold.
+    First derivatives only: create_graph=True is refused.
+
+    Raises:
+        DataError, SpecError: shapes, dtypes, devices, temperature.
+        LayoutError: logits that cannot be a shard of the vocabulary, gathered ones among them.
+        UnsupportedError: (in backward) a second one through reused logits, or create_graph=True.
+    """
+    check_inputs(logits, targets, chunk_elements)
+    shard = find_shard(logits.size(-1), group, vocab_size)
+    inverse_tau = inverse_temperature(temperature, targets)
+    job = Job(shard, RowOrder.of(logits), entropy, reuse_logits, chunk_elements)
+    if torch.is_grad_enabled() and logits.requires_grad:
+        if reuse_logits:
+            check_separate_rows(logits)
+        logprob, entropies = GivenLogits.apply(logits, targets, inverse_tau, job)
+    else:
+        # No node, so nothing is kept, whatever `reuse_logits` says: there is no gradient to write.
+        whole = merged(logits, targets, inverse_tau, job)
+        logprob, entropies = outputs(whole, logits, job)
+    return TokenLogprobs(logprob, entropies)

@@ -1,0 +1,109 @@
+"""Checks at the door of the log-prob pass, and the temperature as a factor per token.
+
+Shapes: logits [..., Vl], targets [...]; none of the checks reads device memory.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_pgloss.errors import DataError, SpecError
+
+LOGIT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check_inputs(logits: Tensor, targets: Tensor, chunk_elements: int) -> None:
+    """Refuse shapes, dtypes and devices that the pass is not defined for."""
+    if logits.dtype not in LOGIT_DTYPES:
+        raise DataError(
+            "logits have an unusable dtype",
+            expected="bfloat16, float16, float32 or float64",
+            got=logits.dtype,
+        )
+    if targets.dtype != torch.int64:
+        raise DataError("targets must be token ids", expected="int64", got=targets.dtype)
+    if logits.dim() < 1 or logits.shape[:-1] != targets.shape:
+        raise DataError(
+            "logits and targets do not belong together",
+            expected="logits [..., Vl] with targets [...]",
+            got=f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}",
+        )
+    if logits.device != targets.device:
+        raise DataError(
+            "logits and targets are on different devices",
+            got=f"logits on {logits.device}, targets on {targets.device}",
+        )
+    if chunk_elements < 1:
+        raise SpecError("chunk_elements must be positive", got=chunk_elements)
+
+
+def check_separate_rows(logits: Tensor) -> None:
+    """Refuse to write a gradient over logits whose elements share memory (expanded views)."""
+    reach = 0
+    for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            raise DataError(
+                "reuse_logits=True writes the gradient over the logits, but their rows overlap",
+                got=f"shape {tuple(logits.shape)} with strides {logits.stride()}",
+                fix="pass logits that own their memory, or reuse_logits=False",
+            )
+        reach += stride * max(size - 1, 0)
+
+
+def inverse_temperature(temperature: float | Tensor | None, targets: Tensor) -> Tensor | None:
+    """1/tau as float64 of targets' shape (expanded where it is one number), or None for tau = 1.
+
+    tau <= 0, NaN and infinity are refused. For a tensor on an accelerator the refusal would cost
+    a host sync, so the factor becomes NaN there instead, and with it everything computed from it.
+    """
+    if temperature is None:
+        return None
+    if isinstance(temperature, Tensor):
+        return _inverse_tensor(temperature.detach(), targets)  # a constant of the sampler
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
+        raise SpecError(
+            "temperature has an unusable type",
+            expected="None, a number or a tensor",
+            got=type(temperature).__name__,
+        )
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise SpecError(
+            "temperature must be positive and finite",
+            got=temperature,
+            fix="greedy decoding has no log-probs; give the temperature that was sampled with",
+        )
+    if temperature == 1:
+        return None
+    one = torch.tensor(1.0 / temperature, dtype=torch.float64, device=targets.device)
+    return one.expand(targets.shape)
+
+
+def _inverse_tensor(tau: Tensor, targets: Tensor) -> Tensor:
+    if tau.dtype not in (torch.float32, torch.float64):
+        raise DataError("temperature is too coarse", expected="float32 or float64", got=tau.dtype)
+    # Same rank only: [B] against [B, L] would broadcast along the wrong axis where B == L.
+    fits = tau.dim() == targets.dim() and all(
+        a in (1, b) for a, b in zip(tau.shape, targets.shape, strict=True)
+    )
+    if tau.dim() and not fits:
+        raise DataError(
+            "temperature does not fit the targets",
+            expected=f"one number, or {tuple(targets.shape)} (size 1 where it does not vary)",
+            got=tuple(tau.shape),
+        )
+    good = torch.isfinite(tau) & (tau > 0)
+    if tau.device.type == "cpu" and not bool(good.all()):
+        first = tuple((~good).nonzero()[0].tolist())
+        raise DataError(
+            "temperature must be positive and finite at every token",
+            got=float(tau[first]),
+            where=f"position {first}",
+            fix="give 1.0 where a token was not sampled",
+        )
+    if tau.dim() and tau.device != targets.device:
+        raise DataError("temperature is on another device than the targets", got=tau.device)
+    inverse = torch.where(good, tau.double().reciprocal(), math.nan)
+    return inverse.to(targets.device).expand(targets.shape)

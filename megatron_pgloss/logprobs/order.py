@@ -1,0 +1,70 @@
+"""Logits of any leading shape as rows, without copying them.
+
+Shapes: `T` rows (tokens), `V` vocabulary columns. Rows are numbered in the order in which they
+lie in memory, so that a transposed view of contiguous logits is still one block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """How the leading dimensions of the logits become one row number, and back."""
+
+    shape: tuple[int, ...]
+    """Leading shape as the caller has it."""
+
+    dims: tuple[int, ...]
+    """Leading dimensions, outermost in memory first."""
+
+    @staticmethod
+    def of(logits: Tensor) -> RowOrder:
+        """Order the leading dimensions of ``logits`` [..., V] by falling stride."""
+        strides = logits.stride()
+        dims = sorted(range(logits.dim() - 1), key=lambda d: -strides[d])
+        return RowOrder(tuple(logits.shape[:-1]), tuple(dims))
+
+    @property
+    def rows(self) -> int:
+        """T: the number of rows."""
+        return math.prod(self.shape)
+
+    def flatten(self, per_token: Tensor) -> Tensor:
+        """[...] to [T]; a view where the strides allow it."""
+        return per_token.permute(self.dims).reshape(-1)
+
+    def unflatten(self, rows: Tensor) -> Tensor:
+        """[T, *rest] to [..., *rest]: always a view."""
+        lead = [self.shape[d] for d in self.dims]
+        back = [self.dims.index(d) for d in range(len(self.dims))]
+        rest = range(len(lead), len(lead) + rows.dim() - 1)
+        return rows.view([*lead, *rows.shape[1:]]).permute(*back, *rest)
+
+    def blocks(self, logits: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first row, [rows, V] view): one block where memory allows it, else several."""
+        if self.rows:
+            yield from _blocks(logits.permute(*self.dims, -1), 0)
+
+
+def _blocks(z: Tensor, first: int) -> Iterator[tuple[int, Tensor]]:
+    while z.dim() > 2 and z.size(0) == 1:
+        z = z[0]
+    if z.dim() < 3:
+        yield first, z if z.dim() == 2 else z[None]
+        return
+    sizes, strides = zip(
+        *((n, s) for n, s in zip(z.shape[:-1], z.stride()[:-1], strict=True) if n > 1),
+        strict=True,
+    )
+    if all(strides[i] == sizes[i + 1] * strides[i + 1] for i in range(len(sizes) - 1)):
+        yield first, z.view(-1, z.size(-1))
+        return
+    step = math.prod(z.shape[1:-1])
+    for i, part in enumerate(z.unbind(0)):
+        yield from _blocks(part, first + i * step)

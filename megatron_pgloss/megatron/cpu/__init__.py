@@ -1,0 +1,12 @@
+"""The installed Megatron-Core, run on CPU processes under gloo: for laptops, tests and CI.
+
+``enable_cpu`` makes what Megatron-Core asks of CUDA answerable without it; ``cpu_layer_spec`` gives GPT layers
+whose attention and norms do what the local ones refuse (context and sequence parallelism, packed sequences).
+"""
+
+from megatron_pgloss.megatron.cpu.attention import CoreAttention
+from megatron_pgloss.megatron.cpu.norm import Norm
+from megatron_pgloss.megatron.cpu.patches import enable_cpu
+from megatron_pgloss.megatron.cpu.spec import cpu_layer_spec
+
+__all__ = ["CoreAttention", "Norm", "cpu_layer_spec", "enable_cpu"]

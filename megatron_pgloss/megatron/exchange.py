@@ -1,0 +1,107 @@
+"""The end of a step: one gather over the world that carries metrics and the fault flag. And sharing data inside a replica."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_pgloss.errors import LayoutError, NonFiniteError
+from megatron_pgloss.megatron.layout import Layout
+from megatron_pgloss.metrics import Metric, merge_all, unpack
+from megatron_pgloss.planning import Plan
+from megatron_pgloss.planning.sets import where
+from megatron_pgloss.rollouts import TokenBatch
+
+_TEXT = 64
+"""int64 words of text for the place of a fault."""
+_HEAD = 3  # speaks, micro-batches seen, length of the text
+
+
+def collect(reports: Sequence[Mapping[str, Tensor]], names: Sequence[str], plan: Plan, layout: Layout) -> tuple[dict[str, Metric], str | None]:
+    """Metrics of the whole job and the place of the first fault, the same on every rank.
+
+    Args:
+        reports: what the schedule collected on this rank; ``[]`` before the last stage.
+        names: metric names in order, equal on all ranks.
+
+    Raises:
+        LayoutError: a last-stage rank saw another number of micro-batches than planned (on every rank).
+    """
+    mine = merge_all({name: unpack(name, report[name]) for name in names} for report in reports)
+    row = torch.zeros(_HEAD + _TEXT + 2 * len(names), dtype=torch.int64)
+    row[0], row[1] = int(layout.speaks), len(reports)
+    if layout.last_stage and mine:
+        numbers = torch.stack([mine[name].pack() for name in names]).to("cpu", torch.float64)
+        row[_HEAD + _TEXT :] = numbers.contiguous().view(torch.int64).reshape(-1)
+        text = json.dumps(_place(mine, plan)).encode()[: 8 * _TEXT]
+        row[2] = len(text)
+        row[_HEAD : _HEAD + (len(text) + 7) // 8] = torch.frombuffer(
+            bytearray(text.ljust((len(text) + 7) // 8 * 8)), dtype=torch.int64
+        )
+    ranks = layout.ranks
+    rows = ranks.gather(row, ranks.world, ranks.world_size)
+    speakers = rows[rows[:, 0] == 1]
+    if bool((speakers[:, 1] != plan.num_microbatches).any()):
+        raise LayoutError(
+            "finish got another number of micro-batch reports than planned",
+            expected=plan.num_microbatches, got=speakers[:, 1].tolist(),
+            fix="pass finish what forward_backward_func returned for this step, once",
+        )
+    parts, place = [], None
+    for rank, other in enumerate(rows):
+        if other[0] != 1:
+            continue
+        pairs = other[_HEAD + _TEXT :].contiguous().view(torch.float64).reshape(-1, 2)
+        parts.append({name: unpack(name, pair) for name, pair in zip(names, pairs, strict=True)})
+        text = other[_HEAD:].contiguous().view(torch.uint8).numpy().tobytes()[: int(other[2])]
+        if place is None and text != b'""':
+            place = f"rank {rank}, {json.loads(text)}"
+    return merge_all(parts), place
+
+
+def _place(mine: Mapping[str, Metric], plan: Plan) -> str:
+    """Where this rank's first fault is, or the empty string."""
+    for name, metric in mine.items():
+        if name.endswith("/fault_at") and math.isfinite(float(metric.value)) and plan.batch is not None:
+            return f"component {name.split('/')[0]}, {where(plan.batch, int(metric.value), 'logits')}"[:400]
+    return ""
+
+
+def nonfinite(metrics: Mapping[str, Metric], place: str | None) -> NonFiniteError | None:
+    """The error for non-finite values inside a component, or None."""
+    count = sum(int(metric.value) for name, metric in metrics.items() if name.endswith("/fault"))
+    if not count:
+        return None
+    return NonFiniteError(
+        "log-probs or terms inside a component are not finite; they were selected out and did not reach the gradient",
+        expected="finite values at every member", got=f"{count} such tokens", where=place,
+        fix="look at the model's logits there; on_nonfinite='skip' or 'report' goes on",
+    )
+
+
+def broadcast(batches: Iterable[TokenBatch] | None, *, pg_collection: Any = None) -> list[TokenBatch]:
+    """Share the batches of a replica's first rank (tensor, context and pipeline rank 0) with its other ranks.
+
+    A collective: every rank calls it; what the others pass is ignored. Only needed where one rank has the data.
+
+    Returns:
+        The first rank's batches, on every rank of its replica.
+    """
+    layout = Layout.read(pg_collection)
+    box: list[Any] = [list(batches) if batches is not None else None]
+    for group, rest in (
+        (layout.tp, layout.cp_rank == 0 and layout.pp_rank == 0),
+        (layout.cp, layout.pp_rank == 0),
+        (layout.pp, True),
+    ):
+        if group is not None and rest:
+            dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    if box[0] is None:
+        raise LayoutError("the first rank of the replica passed no batches", expected="a list of TokenBatch")
+    return box[0]  # type: ignore[no-any-return]
