@@ -65,6 +65,5 @@ class NonFiniteError(PGLossError):
 
 
 KINDS: dict[str, type[PGLossError]] = {
-    kind.__name__: kind
-    for kind in (PGLossError, SpecError, DataError, LayoutError, UnsupportedError, NonFiniteError)
+    kind.__name__: kind for kind in (PGLossError, SpecError, DataError, LayoutError, UnsupportedError, NonFiniteError)
 }

@@ -79,9 +79,7 @@ def dr_grpo(budget: float, *, normalizer: str | None = None, **parts: Any) -> Lo
     return ppo(normalizer=normalizer or f"mean(sequence) > sum(token)/{budget!r}", **parts)
 
 
-def dapo(
-    *, low: float = 0.2, high: float = 0.28, overlong: Literal["drop"] | None = None, **parts: Any
-) -> LossSpec:
+def dapo(*, low: float = 0.2, high: float = 0.28, overlong: Literal["drop"] | None = None, **parts: Any) -> LossSpec:
     """Clip-higher with the mean over all tokens (DAPO 2503.14476 eq. 8 to 10).
 
     ``overlong="drop"`` takes truncated sequences out of numerator and counts.
@@ -147,7 +145,5 @@ def get(name: str, **parts: Any) -> LossSpec:
         SpecError: no such preset; the nearest name is given.
     """
     if name not in PRESETS:
-        raise SpecError(
-            f"no preset {name!r}", expected=", ".join(PRESETS), fix=nearest(name, list(PRESETS))
-        )
+        raise SpecError(f"no preset {name!r}", expected=", ".join(PRESETS), fix=nearest(name, list(PRESETS)))
     return PRESETS[name].build(**parts)

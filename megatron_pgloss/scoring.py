@@ -1,4 +1,6 @@
-"""Forward-only passes: log-probs of micro-batches back to whole rows. `T` tokens of a rank, `N` positions of a micro-batch."""
+"""Forward-only passes: log-probs of micro-batches back to whole rows. `T` tokens of a rank, `N` positions of a
+micro-batch.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class RowOrder:
         lead = [self.shape[d] for d in self.dims]
         back = [self.dims.index(d) for d in range(len(self.dims))]
         rest = range(len(lead), len(lead) + rows.dim() - 1)
-        return rows.view([*lead, *rows.shape[1:]]).permute(*back, *rest)
+        return rows.view([*lead, *rows.shape[1:]]).permute([*back, *rest])
 
     def blocks(self, logits: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (first row, [rows, V] view): one block where memory allows it, else several."""

@@ -1,12 +1,13 @@
 """Which positions of a micro-batch a context-parallel rank holds: zigzag for padded rows, per document for packed ones.
 
-A sequence of padded length s is cut into 2*cp chunks; rank r holds chunks r and 2*cp - 1 - r, in that order. `N` positions of the
-whole micro-batch, `K` of this rank's shard. The maths is the package's own: Megatron's helpers changed their signatures between
-0.16 and 0.18, and the packed one lives in Transformer Engine on CUDA alone.
+A sequence of padded length s is cut into 2*cp chunks; rank r holds chunks r and 2*cp - 1 - r, in that order. `N`
+positions of the whole micro-batch, `K` of this rank's shard. The maths is the package's own: Megatron's helpers changed
+their signatures between 0.16 and 0.18, and the packed one lives in Transformer Engine on CUDA alone.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -52,6 +53,6 @@ def shard(micro: MicroBatch, rank: int, size: int, group: Any) -> MicroBatch:
         picked = (torch.arange(rows)[:, None] * width + position_K[None, :]).reshape(-1)
         return micro.take(picked, (rows, width // size), chunk_K.repeat(rows), 2 * size, group)
     edges = micro.cu_seqlens.tolist()
-    parts = [zigzag(end - start, rank, size) for start, end in zip(edges, edges[1:], strict=False)]
+    parts = [zigzag(end - start, rank, size) for start, end in itertools.pairwise(edges)]
     picked = torch.cat([position_K + start for (position_K, _), start in zip(parts, edges, strict=False)])
     return micro.take(picked, (1, picked.numel()), torch.cat([chunk_K for _, chunk_K in parts]), 2 * size, group)

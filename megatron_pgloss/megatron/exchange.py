@@ -1,4 +1,6 @@
-"""The end of a step: one gather over the world that carries metrics and the fault flag. And sharing data inside a replica."""
+"""The end of a step: one gather over the world that carries metrics and the fault flag. And sharing data inside a
+replica.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,13 @@ from megatron_pgloss.rollouts import TokenBatch
 
 _TEXT = 64
 """int64 words of text for the place of a fault."""
-_HEAD = 3  # speaks, micro-batches seen, length of the text
+_HEAD = 4  # speaks, micro-batches seen, length of the text, whether a gradient was asked for
 
 
-def collect(reports: Sequence[Mapping[str, Tensor]], names: Sequence[str], plan: Plan, layout: Layout) -> tuple[dict[str, Metric], str | None]:
-    """Metrics of the whole job and the place of the first fault, the same on every rank.
+def collect(
+    reports: Sequence[Mapping[str, Tensor]], names: Sequence[str], plan: Plan, layout: Layout
+) -> tuple[dict[str, Metric], str | None, bool]:
+    """Metrics of the whole job, the place of the first fault, and whether it was an update: the same on every rank.
 
     Args:
         reports: what the schedule collected on this rank; ``[]`` before the last stage.
@@ -33,9 +37,11 @@ def collect(reports: Sequence[Mapping[str, Tensor]], names: Sequence[str], plan:
     Raises:
         LayoutError: a last-stage rank saw another number of micro-batches than planned (on every rank).
     """
-    mine = merge_all({name: unpack(name, report[name]) for name in names} for report in reports)
+    # A report without our entries is none: better said on every rank than a KeyError on this one.
+    ours = [report for report in reports if all(name in report for name in names)]
+    mine = merge_all({name: unpack(name, report[name]) for name in names} for report in ours)
     row = torch.zeros(_HEAD + _TEXT + 2 * len(names), dtype=torch.int64)
-    row[0], row[1] = int(layout.speaks), len(reports)
+    row[0], row[1], row[3] = int(layout.speaks), len(ours), int(plan.updated)
     if layout.last_stage and mine:
         numbers = torch.stack([mine[name].pack() for name in names]).to("cpu", torch.float64)
         row[_HEAD + _TEXT :] = numbers.contiguous().view(torch.int64).reshape(-1)
@@ -50,7 +56,8 @@ def collect(reports: Sequence[Mapping[str, Tensor]], names: Sequence[str], plan:
     if bool((speakers[:, 1] != plan.num_microbatches).any()):
         raise LayoutError(
             "finish got another number of micro-batch reports than planned",
-            expected=plan.num_microbatches, got=speakers[:, 1].tolist(),
+            expected=plan.num_microbatches,
+            got=speakers[:, 1].tolist(),
             fix="pass finish what forward_backward_func returned for this step, once",
         )
     parts, place = [], None
@@ -62,7 +69,7 @@ def collect(reports: Sequence[Mapping[str, Tensor]], names: Sequence[str], plan:
         text = other[_HEAD:].contiguous().view(torch.uint8).numpy().tobytes()[: int(other[2])]
         if place is None and text != b'""':
             place = f"rank {rank}, {json.loads(text)}"
-    return merge_all(parts), place
+    return merge_all(parts), place, bool((speakers[:, 3] == 1).any())
 
 
 def _place(mine: Mapping[str, Metric], plan: Plan) -> str:
@@ -80,7 +87,9 @@ def nonfinite(metrics: Mapping[str, Metric], place: str | None) -> NonFiniteErro
         return None
     return NonFiniteError(
         "log-probs or terms inside a component are not finite; they were selected out and did not reach the gradient",
-        expected="finite values at every member", got=f"{count} such tokens", where=place,
+        expected="finite values at every member",
+        got=f"{count} such tokens",
+        where=place,
         fix="look at the model's logits there; on_nonfinite='skip' or 'report' goes on",
     )
 

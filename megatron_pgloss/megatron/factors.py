@@ -1,8 +1,8 @@
 """What Megatron does to a returned loss: measured on the installed functions where it can be, read where it cannot.
 
-The gradient that reaches the optimizer is ``factor * sum over ranks and micro-batches of d(returned)``, times 1/n in per-token mode,
-with ``factor = schedule * wrapper``. The schedule's part is found by driving the installed ``forward_step_calc_loss``: the branches differ
-between versions, and one of them is under review upstream.
+The gradient that reaches the optimizer is ``factor * sum over ranks and micro-batches of d(returned)``, times 1/n in
+per-token mode, with ``factor = schedule * wrapper``. The schedule's part is found by driving the installed
+``forward_step_calc_loss``: the branches differ between versions, and one of them is under review upstream.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _PROBES = (1, 2, 3)
 
 
 def schedule_factor(config: Any, layout: Layout) -> float:
-    """What the schedule multiplies the returned loss by: ``a`` in ``a / num_microbatches`` (2-tuple), or 1 (3-tuple per token).
+    """What the schedule multiplies the returned loss by: ``a`` in ``a / num_microbatches`` (2-tuple), or 1 (3-tuple per
+    token).
 
     Raises:
         UnsupportedError: the installed schedule does something of another form.
@@ -34,14 +35,16 @@ def schedule_factor(config: Any, layout: Layout) -> float:
         if fallback != measured:
             raise UnsupportedError(
                 "forward_step_calc_loss scales differently with an explicit cp size and with parallel_state",
-                expected=measured, got=fallback,
+                expected=measured,
+                got=fallback,
             )
     scale = {count: value * (1 if per_token else count) for count, value in measured.items()}
     reference = scale[1]
     if any(abs(value - reference) > 1e-12 * abs(reference) for value in scale.values()) or not reference:
         raise UnsupportedError(
             "the installed schedule scales a loss in a way this package does not know",
-            expected="a constant (per token), or a constant over num_microbatches", got=measured,
+            expected="a constant (per token), or a constant over num_microbatches",
+            got=measured,
             fix="report the megatron-core version",
         )
     return reference
@@ -55,7 +58,7 @@ def _drive(config: Any, layout: Layout, count: int, *, explicit: bool) -> float:
             object.__setattr__(probe, name, None)
     loss = torch.ones((), dtype=torch.float64)
     per_token = bool(config.calculate_per_token_loss)
-    returned = (loss, torch.tensor(1, dtype=torch.int32), {}) if per_token else (loss, {})
+    returned: tuple[Any, ...] = (loss, torch.tensor(1, dtype=torch.int32), {}) if per_token else (loss, {})
     place = {"cp_group_size": layout.cp_size, "is_last_stage": True} if explicit else {}
     vp_stage = None
     if not explicit:
@@ -65,7 +68,9 @@ def _drive(config: Any, layout: Layout, count: int, *, explicit: bool) -> float:
         torch.nn.Identity(), torch.zeros(()), lambda _: returned, probe, vp_stage, False, count, [], **place
     )
     if int(tokens) != int(per_token):
-        raise UnsupportedError("the installed schedule changes the token count", expected=int(per_token), got=int(tokens))
+        raise UnsupportedError(
+            "the installed schedule changes the token count", expected=int(per_token), got=int(tokens)
+        )
     return float(out)
 
 

@@ -51,15 +51,15 @@ class Layout:
         world = dist.get_world_size()
         if size["tp"] * size["cp"] * size["pp"] * size["dp"] != world:
             raise LayoutError(
-                "the groups do not make up the world", expected=f"tp*cp*pp*dp = {world}", got=size,
+                "the groups do not make up the world",
+                expected=f"tp*cp*pp*dp = {world}",
+                got=size,
                 fix="leave extra axes (GTP, separate rollout ranks) out of the training job's world",
             )
-        return Layout(
-            **{name: group if size[name] > 1 else None for name, group in groups.items()},
-            **{f"{name}_size": value for name, value in size.items()},
-            **{f"{name}_rank": value for name, value in rank.items()},
-            collection=collection,
-        )
+        shared: dict[str, Any] = {name: group if size[name] > 1 else None for name, group in groups.items()}
+        sizes = {f"{name}_size": value for name, value in size.items()}
+        places = {f"{name}_rank": value for name, value in rank.items()}
+        return Layout(**shared, **sizes, **places, collection=collection)
 
     @property
     def last_stage(self) -> bool:
@@ -98,7 +98,8 @@ def _collection(collection: Any) -> dict[str, Any]:
     if missing:
         # 0.19's collection answers None for unset fields, and Megatron then reduces over the whole world.
         raise LayoutError(
-            f"pg_collection lacks {', '.join(missing)}", expected="tp, cp, pp, dp and dp_cp",
+            f"pg_collection lacks {', '.join(missing)}",
+            expected="tp, cp, pp, dp and dp_cp",
             fix="set them, or pass pg_collection=None to read parallel_state",
         )
     del groups["dp_cp"]

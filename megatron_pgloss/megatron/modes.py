@@ -1,4 +1,6 @@
-"""Which modes of Megatron-Core the loss supports, and which it refuses, with the reason: one table, checked at start-up."""
+"""Which modes of Megatron-Core the loss supports, and which it refuses, with the reason: one table, checked at
+start-up.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,7 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(
         mode="torch FSDP2",
         found=_wrapped_in("TorchFullyShardedDataParallel"),
-        reason="its scale_gradients does nothing, so per-token gradients are never divided, and its factor cannot be read",
+        reason="its scale_gradients does nothing, so per-token gradients are never divided; its factor is not readable",
         fix="use DistributedDataParallel with the distributed optimizer",
     ),
     Refusal(
@@ -143,7 +145,7 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(
         mode="multi-token prediction",
         found=lambda job: getattr(job.config, "mtp_num_layers", None) is not None,
-        reason="0.16 to 0.18 crash without labels, and its weight in per-token mode has not been verified by this package yet",
+        reason="0.16 to 0.18 crash without labels, and its weight per token has not been verified by this package yet",
         fix="mtp_num_layers=None during policy updates",
     ),
     Refusal(

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from megatron_pgloss.megatron.step import PolicyLossStep
 
 
-def score(step: PolicyLossStep, made: Plan, batches: Sequence[TokenBatch], chunks: list[Any], into: str) -> list[TokenBatch]:
+def score(
+    step: PolicyLossStep, made: Plan, batches: Sequence[TokenBatch], chunks: list[Any], into: str
+) -> list[TokenBatch]:
     """Log-probs of every target under ``chunks``' weights, into stream ``into`` of the batches, on every rank."""
     micros: list[MicroBatch] = []
 
@@ -69,7 +71,9 @@ def run_forward(step: PolicyLossStep, made: Plan, forward_step: Any, chunks: lis
 
 
 def whole_rows(values_T: Tensor, step: PolicyLossStep) -> Tensor:
-    """Join the shards of context-parallel ranks and send them from the last stage to all: CPU float [T] on every rank."""
+    """Join the shards of context-parallel ranks and send them from the last stage to all: CPU float [T] on every
+    rank.
+    """
     layout = step.layout
     values_T = values_T.to(layout.device)
     if layout.cp is not None and layout.last_stage:

@@ -1,4 +1,6 @@
-"""`PolicyLossStep`: the loss plugged into Megatron-Core's schedules. `N` positions of this rank's shard of a micro-batch."""
+"""`PolicyLossStep`: the loss plugged into Megatron-Core's schedules. `N` positions of this rank's shard of a
+micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,12 @@ class PolicyLossStep:
 
     Args:
         spec: what to train.
-        model: the module, or list of chunks, that is handed to the schedule, wrapped as it will run. Config, data-parallel
-            wrapper and Float16Module are read from it.
+        model: the module, or list of chunks, that is handed to the schedule, wrapped as it will run. Config,
+            data-parallel wrapper and Float16Module are read from it.
         split: how rows become micro-batches.
         pg_collection: process groups; None: Megatron's parallel_state.
-        on_nonfinite: what `finish` does with NaN or infinity inside a component: ``raise`` on every rank; ``skip``: zero
-            the gradients and set ``should_step`` to False; ``report`` in the metrics alone.
+        on_nonfinite: what `finish` does with NaN or infinity inside a component: ``raise`` on every rank; ``skip``:
+            zero the gradients and set ``should_step`` to False; ``report`` in the metrics alone.
         allow_empty_microbatches: accept empty micro-batches although MoE auxiliary losses average over them.
         reuse_logits: write the logits' gradient into their own storage.
 
@@ -71,7 +73,9 @@ class PolicyLossStep:
         self._plan: Plan | None = None
         self._routed_tokens = 0
         self.should_step = True
-        """Whether the optimizer should step, after `finish`: False where faults are skipped or nothing can move the policy."""
+        """Whether the optimizer should step, after `finish`: False where faults are skipped or nothing can move the
+        policy.
+        """
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
@@ -79,7 +83,8 @@ class PolicyLossStep:
         """Plan one optimizer step. A collective over the world.
 
         Args:
-            batches: this data-parallel rank's share, the same on all its tensor, context and pipeline ranks; ``[]`` is legal.
+            batches: this data-parallel rank's share, the same on all its tensor, context and pipeline ranks; ``[]`` is
+                legal.
             coef: coefficients of this step by component name.
 
         Returns:
@@ -88,19 +93,23 @@ class PolicyLossStep:
         Raises:
             PGLossError: the same on every rank.
         """
+        self._plan = None
         made = self._make_plan(batches, self.spec, coef)
         empty = made.job["empty_microbatches"]
         if empty and self._has_moe_losses and not self._allow_empty:
             raise LayoutError(
-                "a micro-batch would be empty, and MoE auxiliary losses average over it", expected="no empty micro-batch",
+                "a micro-batch would be empty, and MoE auxiliary losses average over it",
+                expected="no empty micro-batch",
                 got=f"{empty} of {made.num_microbatches * made.ranks.data_size}",
                 fix="fewer micro-batches (a larger Split), more rows, or allow_empty_microbatches=True",
             )
         self._routed_tokens = self._routed(made) if self.per_token else 0
         if self._routed_tokens >= _INT32:
             raise LayoutError(
-                "the step routes more tokens than Megatron's int32 counter holds", expected=f"< {_INT32}",
-                got=self._routed_tokens, fix="calculate_per_token_loss=False, or smaller steps",
+                "the step routes more tokens than Megatron's int32 counter holds",
+                expected=f"< {_INT32}",
+                got=self._routed_tokens,
+                fix="calculate_per_token_loss=False, or smaller steps",
             )
         self._plan = made
         self.should_step = made.has_signal
@@ -156,7 +165,9 @@ class PolicyLossStep:
         return 1 if self.split.packed else max(self.plan.height, 1)
 
     def _routed(self, made: Plan) -> int:
-        """Positions that enter the model in the whole step, padding included: what Megatron's token count must add up to."""
+        """Positions that enter the model in the whole step, padding included: what Megatron's token count must add up
+        to.
+        """
         if made.arrangement.fixed:
             per_micro = made.width * (1 if made.split.packed else max(made.height, 1))
             return per_micro * made.num_microbatches * made.ranks.data_size
@@ -193,7 +204,7 @@ class PolicyLossStep:
         """The model's output on ``micro``: vocabulary-parallel logits ``[b, s, V/tp]`` on the last stage."""
         extra: dict[str, Any] = {}
         if micro.cu_seqlens is not None:
-            cu = micro.cu_seqlens.to(micro.device)
+            cu = micro.cu_seqlens.to(micro.device, non_blocking=True)
             extra["packed_seq_params"] = PackedSeqParams(
                 qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=cu, cu_seqlens_kv_padded=cu,
                 max_seqlen_q=micro.max_seqlen, max_seqlen_kv=micro.max_seqlen,
@@ -206,7 +217,9 @@ class PolicyLossStep:
     def logprobs(self, micro: MicroBatch, logits: Tensor, *, entropy: bool) -> TokenLogprobs:
         """Log-probs of ``micro.targets`` under the sampler's temperature; one collective over tensor-parallel ranks."""
         if logits.shape[:2] != micro.shape:
-            raise DataError("the model's output has the wrong shape", expected=[*micro.shape, "V/tp"], got=list(logits.shape))
+            raise DataError(
+                "the model's output has the wrong shape", expected=[*micro.shape, "V/tp"], got=list(logits.shape)
+            )
         return token_logprobs(
             logits, micro.targets, temperature=micro.temperature, entropy=entropy, group=self.layout.tp,
             reuse_logits=self._reuse,
@@ -224,7 +237,7 @@ class PolicyLossStep:
             factor = 1 / (self.schedule_factor * self.wrapper_factor)
             if self.per_token:
                 # Megatron divides by the routed tokens of all ranks, so that MoE losses keep their weight.
-                count = torch.tensor(math.prod(micro.shape), dtype=torch.int32, device=logits.device)
+                count = torch.full((), math.prod(micro.shape), dtype=torch.int32, device=logits.device)
                 return out.loss * (factor / factors.per_token_factor(self._routed_tokens)), count, report
             return out.loss * (factor * made.num_microbatches), report
 
@@ -232,7 +245,9 @@ class PolicyLossStep:
 
     # ---- forward-only passes and the end of the step --------------------------------------------------------------
 
-    def score(self, batches: Sequence[TokenBatch], model: Any = None, *, into: Literal["old", "ref", "rollout"]) -> list[TokenBatch]:
+    def score(
+        self, batches: Sequence[TokenBatch], model: Any = None, *, into: Literal["old", "ref", "rollout"]
+    ) -> list[TokenBatch]:
         """Score the rollouts forward-only, by the same schedule, split and head, in eval mode. A collective.
 
         Args:
@@ -261,11 +276,19 @@ class PolicyLossStep:
         made = self.plan
         # Read from the plan: the streams it carries are agreed, so all ranks expect the same vector.
         streams = frozenset(made.table)
-        wanted = [name for part in self.spec.components for name in names(part, self.spec, streams, self.spec.needs_entropy)]
-        metrics, place = exchange.collect(list(losses), wanted, made, self.layout)
-        made.mark_updated()
+        wanted = [
+            name for part in self.spec.components for name in names(part, self.spec, streams, self.spec.needs_entropy)
+        ]
+        metrics, place, updated = exchange.collect(list(losses), wanted, made, self.layout)
+        if updated:  # an evaluation is none
+            made.mark_updated()
         self._plan = None
         results = {name: metric.result() for name, metric in metrics.items() if not name.endswith("/fault_at")}
+        for name, counts in made.counts.items():
+            results |= {f"{name}/n_{what.replace(' ', '_')}": float(count) for what, count in counts.items()}
+            if f"{name}/ratio_sq" in results:
+                # Of the member tokens, how many equally weighted ones the ratios are worth: (sum r)^2 / (n sum r^2).
+                results[f"{name}/ess"] = results[f"{name}/ratio"] ** 2 / results[f"{name}/ratio_sq"]
         results["loss"] = sum(coef * results[f"{name}/loss"] for name, coef in made.coef.items())
         error = exchange.nonfinite(metrics, place)
         results["skipped"] = float(error is not None and self.on_nonfinite == "skip")

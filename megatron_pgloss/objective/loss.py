@@ -106,8 +106,10 @@ def _flat(lp: TokenLogprobs, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
             continue
         if tuple(value.shape) != micro.shape:
             raise DataError(
-                f"{name} has the wrong shape", expected=f"{list(micro.shape)}, that of micro.targets",
-                got=list(value.shape), fix="score micro.targets: position t is about the token after it",
+                f"{name} has the wrong shape",
+                expected=f"{list(micro.shape)}, that of micro.targets",
+                got=list(value.shape),
+                fix="score micro.targets: position t is about the token after it",
             )
         if value.dtype not in (torch.float32, torch.float64):
             raise DataError(f"{name} must be float32 or float64", got=value.dtype)
@@ -150,13 +152,16 @@ def _weighted(term_N: Tensor, x: Streams, weight_N: Tensor) -> tuple[Tensor, Ten
     """The term with what is broken or outside selected out, its weighted sum, and where it was broken."""
     bad_N = x.members & ~term_N.detach().isfinite()
     if x.logp.requires_grad:
-        # A term that is infinite at finite inputs has no usable derivative there: value and gradient are both selected out.
+        # A term that is infinite at finite inputs has no usable derivative there: value and gradient are both selected
+        # out.
         x.logp.register_hook(lambda grad: torch.where(bad_N, 0, grad))
     kept_N = torch.where(x.members & ~bad_N, term_N, 0)
     return kept_N, (kept_N * weight_N).sum(dtype=torch.float64), x.broken | bad_N
 
 
-def _report(part: Component, x: Streams, term_N: Tensor, clipped: surrogates.Clipped | None, micro: MicroBatch) -> TokenReport:
+def _report(
+    part: Component, x: Streams, term_N: Tensor, clipped: surrogates.Clipped | None, micro: MicroBatch
+) -> TokenReport:
     gate_N = torch.where(x.members, 0, -1).to(torch.int8)
     ratio = None
     if isinstance(part, PolicyGradient) and clipped is not None:

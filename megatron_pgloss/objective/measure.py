@@ -18,7 +18,7 @@ def names(part: Component, spec: LossSpec, streams: frozenset[str], entropy: boo
     out = ["loss", "fault", "fault_at"]
     if isinstance(part, PolicyGradient):
         if _has_ratio(part):
-            out += ["ratio", "ratio_min", "ratio_max", "bounded", "k1_old", "k3_old"]
+            out += ["ratio", "ratio_sq", "ratio_min", "ratio_max", "bounded", "k1_old", "k3_old"]
         if isinstance(part.surrogate, Clip):
             out += ["clip_low", "clip_high", "clip_dual"]
         out += [f"k3_{base}" for base in ("rollout", "ref") if base in streams]
@@ -33,11 +33,17 @@ def names(part: Component, spec: LossSpec, streams: frozenset[str], entropy: boo
 
 
 def measure(
-    part: Component, x: Streams, value: Tensor, bad_N: Tensor, clipped: Clipped | None, micro: MicroBatch, spec: LossSpec
+    part: Component,
+    x: Streams,
+    value: Tensor,
+    bad_N: Tensor,
+    clipped: Clipped | None,
+    micro: MicroBatch,
+    spec: LossSpec,
 ) -> dict[str, Metric]:
     """All metrics that `names` lists."""
     member_N = x.members
-    place_N = micro.index_N.to(bad_N.device)
+    place_N = micro.index_N.to(bad_N.device, non_blocking=True)
     found: dict[str, Metric] = {
         "loss": Metric.sum(value),
         "fault": Metric.sum(bad_N.sum()),
@@ -77,6 +83,7 @@ def _ratio(x: Streams, member_N: Tensor) -> dict[str, Metric]:
     ratio_N = raw_N.exp()
     return {
         "ratio": Metric.mean(ratio_N, member_N),
+        "ratio_sq": Metric.mean(ratio_N.square(), member_N),
         "ratio_min": Metric.extreme("min", ratio_N, member_N),
         "ratio_max": Metric.extreme("max", ratio_N, member_N),
         "bounded": Metric.mean((raw_N.abs() > x.bound).double(), member_N),

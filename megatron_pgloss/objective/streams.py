@@ -1,4 +1,6 @@
-"""What a term sees of one micro-batch: its streams, with everything outside replaced before any arithmetic. `N` positions."""
+"""What a term sees of one micro-batch: its streams, with everything outside replaced before any arithmetic. `N`
+positions.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Streams:
     component's members, and beside them, for statistics over units, the sampled tokens whose streams are finite.
     """
 
-    def __init__(self, micro: MicroBatch, component: Component, spec: LossSpec, logp_N: Tensor, entropy_N: Tensor | None) -> None:
+    def __init__(
+        self, micro: MicroBatch, component: Component, spec: LossSpec, logp_N: Tensor, entropy_N: Tensor | None
+    ) -> None:
         self._micro, self._spec = micro, spec
         member_N = micro.members(component.name).reshape(-1)
         self.broken = member_N & ~logp_N.detach().isfinite()
@@ -48,7 +52,8 @@ class Streams:
     def _constant(self, name: str, stream: str) -> Tensor:
         if stream not in self._constants:
             raise DataError(
-                f"a term reads {name}, which this step does not have", expected=f"the {stream} stream",
+                f"a term reads {name}, which this step does not have",
+                expected=f"the {stream} stream",
                 fix=f"give it to the TokenBatch; a Term says needs=({name!r},) so that the plan checks it",
             )
         return torch.where(self.visible, self._constants[stream], 0)
@@ -80,7 +85,8 @@ class Streams:
         """Exact entropy of pi at the position, differentiable."""
         if self._entropy is None:
             raise DataError(
-                "a term reads entropy, which was not computed", expected="token_logprobs(..., entropy=True)",
+                "a term reads entropy, which was not computed",
+                expected="token_logprobs(..., entropy=True)",
                 fix="a Term says needs=('entropy',); then spec.needs_entropy is true",
             )
         return self._entropy
@@ -118,18 +124,21 @@ class Streams:
         micro = self._micro
         if unit not in micro.units:
             raise SpecError(
-                f"statistics over {unit!r} are not known inside a micro-batch", expected="'sequence' or 'turn'",
+                f"statistics over {unit!r} are not known inside a micro-batch",
+                expected="'sequence' or 'turn'",
                 fix="prompts and episodes straddle micro-batches: compute them before, as a stream",
             )
-        ids_N = {"sequence": micro.seq_N, "turn": micro.turn_N}[unit].to(self.logp.device)
-        chunk_N = None if micro.chunk_N is None else micro.chunk_N.to(self.logp.device)
+        ids_N = {"sequence": micro.seq_N, "turn": micro.turn_N}[unit].to(self.logp.device, non_blocking=True)
+        chunk_N = None if micro.chunk_N is None else micro.chunk_N.to(self.logp.device, non_blocking=True)
         return UnitSums(ids_N, micro.units[unit], micro.group, chunk_N, micro.chunks)
 
     def _voters(self, over: Over) -> Tensor:
         return self._sampled if over == "sampled" else self.members
 
     def unit_mean(self, value_N: Tensor, unit: str = "sequence", over: Over = "sampled") -> Tensor:
-        """Mean of ``value_N`` over the unit's action tokens as sampled (or the component's members), at each position."""
+        """Mean of ``value_N`` over the unit's action tokens as sampled (or the component's members), at each
+        position.
+        """
         return self._units(unit).mean(value_N, self._voters(over))
 
     def unit_sum(self, value_N: Tensor, unit: str = "sequence", over: Over = "sampled") -> Tensor:

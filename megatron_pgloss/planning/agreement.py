@@ -100,7 +100,7 @@ def raise_agreed(rows: Tensor) -> None:
         if bool((batch[inside] != batch[inside[0]]).any()):
             other = inside[(batch[inside] != batch[inside[0]]).nonzero()[0, 0]]
             raise LayoutError(
-                "ranks of one replica (tensor, context and pipeline ranks of a data-parallel rank) have different batches",
+                "ranks of one replica (tensor, context, pipeline ranks of a data-parallel rank) have different batches",
                 expected="the same batches in the same order",
                 got=f"digests {int(batch[inside[0]]):x} and {int(batch[other]):x}",
                 where=f"rank {int(inside[0])} and rank {int(other)}, replica {replica}",
@@ -174,14 +174,15 @@ def batch_digest(batch: Any) -> int:
 
 
 def _text(error: PGLossError, room: int) -> bytes:
-    parts = [error.what, error.expected, error.got, error.where, error.fix]
-    parts = [None if part is None else str(part) for part in parts]
+    """The parts of an error as JSON of at most ``room`` bytes; the longest ones are cut first."""
+    given = (error.what, error.expected, error.got, error.where, error.fix)
+    parts = [None if part is None else str(part) for part in given]
     while True:
         text = json.dumps(parts, ensure_ascii=True).encode()
         if len(text) <= room:
             return text
-        longest = max(range(5), key=lambda i: len(parts[i] or ""))
-        parts[longest] = str(parts[longest])[: -(len(text) - room) - 4] + "..."
+        longest = max(range(len(parts)), key=lambda i: len(parts[i] or ""))
+        parts[longest] = (parts[longest] or "")[: -(len(text) - room) - 4] + "..."
 
 
 def _unpack(row: Tensor, faulty: list[int]) -> PGLossError:

@@ -44,7 +44,8 @@ def _names(batch: TokenBatch, spec: LossSpec) -> None:
     for name in sorted(wanted - set(batch.masks)):
         raise DataError(
             f"the spec reads a mask {name!r} that the batch does not have",
-            expected=f"masks={{{name!r}: bool tensor}}", got=", ".join(batch.masks) or "no masks",
+            expected=f"masks={{{name!r}: bool tensor}}",
+            got=", ".join(batch.masks) or "no masks",
         )
 
 
@@ -54,7 +55,9 @@ def _present(batch: TokenBatch, spec: LossSpec) -> None:
             fix = f"give {_ARGUMENT[stream]}="
             if stream == "old":
                 fix += ", score them (step.score(..., into='old')), or set old='policy' in the spec"
-            raise DataError(f"{stream} is absent", expected=f"{_ARGUMENT[stream]}, read by {', '.join(readers)}", fix=fix)
+            raise DataError(
+                f"{stream} is absent", expected=f"{_ARGUMENT[stream]}, read by {', '.join(readers)}", fix=fix
+            )
     if any(isinstance(mask, DropTruncated) for mask in spec.masks) and batch.terminations is None:
         raise DataError("terminations are absent", expected="terminations=, read by DropTruncated")
     for part in spec.components:
@@ -84,7 +87,9 @@ def _vocabulary(batch: TokenBatch, vocab_size: int | None) -> None:
         limit = "" if vocab_size is None else f" below {vocab_size}"
         row = int(torch.searchsorted(batch.cu_S1, at, right=True)) - 1
         raise DataError(
-            "a token lies off the vocabulary", expected=f"0 or more{limit}", got=int(batch.tokens_T[at]),
+            "a token lies off the vocabulary",
+            expected=f"0 or more{limit}",
+            got=int(batch.tokens_T[at]),
             where=f"{batch.sample_name(row)}, token {at - int(batch.cu_S1[row])}, stream 'tokens'",
         )
 
@@ -97,8 +102,11 @@ def _temperature(batch: TokenBatch) -> None:
     if bool(bad_T.any()):
         at = int(bad_T.to(torch.int8).argmax())
         raise DataError(
-            "temperature must be positive", expected="> 0 where the policy sampled", got=float(heat_T[at]),
-            where=where(batch, at, "temperature"), fix="greedy sampling has no log-prob to train on",
+            "temperature must be positive",
+            expected="> 0 where the policy sampled",
+            got=float(heat_T[at]),
+            where=where(batch, at, "temperature"),
+            fix="greedy sampling has no log-prob to train on",
         )
 
 
@@ -119,8 +127,10 @@ def _finite(batch: TokenBatch, spec: LossSpec, sets: list[ComponentSet]) -> None
             if bool(bad_T.any()):
                 at = int(bad_T.to(torch.int8).argmax())
                 raise DataError(
-                    f"a non-finite value inside component {part.name!r}", expected="finite values at its members",
-                    got=f"{float(stream_T[at])} ({int(bad_T.sum())} such tokens)", where=where(batch, at, name),
+                    f"a non-finite value inside component {part.name!r}",
+                    expected="finite values at its members",
+                    got=f"{float(stream_T[at])} ({int(bad_T.sum())} such tokens)",
+                    where=where(batch, at, name),
                     fix="mend the source, or mask the token; values outside a component never matter",
                 )
 
@@ -139,8 +149,10 @@ def _empty_sequences(batch: TokenBatch, spec: LossSpec) -> None:
     if spec.empty_sequences == "refuse" and bool(empty_S.any()):
         row = int(empty_S.to(torch.int8).argmax())
         raise DataError(
-            "a sequence has no member of any component", expected="at least one action or target token",
-            got=f"{int(empty_S.sum())} such sequences", where=batch.sample_name(row),
+            "a sequence has no member of any component",
+            expected="at least one action or target token",
+            got=f"{int(empty_S.sum())} such sequences",
+            where=batch.sample_name(row),
             fix="check its masks, or set empty_sequences='exclude'",
         )
 
@@ -155,8 +167,10 @@ def _turns(batch: TokenBatch, sets: list[ComponentSet]) -> None:
             at = int(lost_T.to(torch.int8).argmax())
             raise DataError(
                 f"{part.name}'s normalizer names turns, but a counted token belongs to none",
-                expected="turn >= 0", got=f"{int(lost_T.sum())} tokens before the first policy turn",
-                where=where(batch, at, "turn_ids"), fix="give turn_ids=, or take those tokens out of the component",
+                expected="turn >= 0",
+                got=f"{int(lost_T.sum())} tokens before the first policy turn",
+                where=where(batch, at, "turn_ids"),
+                fix="give turn_ids=, or take those tokens out of the component",
             )
 
 

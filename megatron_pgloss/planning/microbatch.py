@@ -1,7 +1,8 @@
-"""`MicroBatch`: the tokens of one forward pass, arranged for the model. `N` positions of the arrangement, `T` of the rank.
+"""`MicroBatch`: the tokens of one forward pass, arranged for the model. `N` positions of the arrangement, `T` of the
+rank.
 
-One internal form serves padded rows, packed rows and context-parallel shards: a flat list of positions, each pointing at
-a token of the rank's streams or at nothing (padding).
+One internal form serves padded rows, packed rows and context-parallel shards: a flat list of positions, each pointing
+at a token of the rank's streams or at nothing (padding).
 """
 
 from __future__ import annotations
@@ -59,9 +60,16 @@ class MicroBatch:
     group: Any = None
     """Context-parallel process group that shares the sequences of this micro-batch."""
     device: torch.device
+    _made: dict[str, Tensor | None] = field(default_factory=dict, repr=False)
+    """Streams arranged so far: several components read the same ones."""
 
     def stream(self, name: str) -> Tensor | None:
         """A stream of the step in this arrangement, ``shape``; padding is 0, false, -1, or 1 for temperature."""
+        if name not in self._made:
+            self._made[name] = self._arrange(name)
+        return self._made[name]
+
+    def _arrange(self, name: str) -> Tensor | None:
         source_T = self.table.get(name)
         if source_T is None:
             return None
@@ -104,16 +112,18 @@ class MicroBatch:
     @property
     def position_ids(self) -> Tensor:
         """int64: position inside the sequence."""
-        return self.position_N.reshape(self.shape).to(self.device)
+        return self.position_N.reshape(self.shape).to(self.device, non_blocking=True)
 
     @property
     def attention_mask(self) -> Tensor | None:
-        """bool [b, L] of real tokens, for padded rows; a padding row keeps its first column, so that softmax is defined."""
+        """bool [b, L] of real tokens, for padded rows; a padding row keeps its first column, so that softmax is
+        defined.
+        """
         if self.cu_seqlens is not None:
             return None
         mask = (self.index_N >= 0).reshape(self.shape)
         mask[:, 0] |= ~mask.any(1)
-        return mask.to(self.device)
+        return mask.to(self.device, non_blocking=True)
 
     @property
     def max_seqlen(self) -> int:
@@ -125,12 +135,11 @@ class MicroBatch:
         return replace(
             self, shape=shape, index_N=self.index_N[picked_K], position_N=self.position_N[picked_K],
             seq_N=self.seq_N[picked_K], turn_N=self.turn_N[picked_K], chunk_N=chunk_K, chunks=chunks, group=group,
+            _made={},
         )  # fmt: skip
 
 
-def padded(
-    number: int, rows: list[int], plan: Any, *, width: int, height: int, device: torch.device
-) -> MicroBatch:
+def padded(number: int, rows: list[int], plan: Any, *, width: int, height: int, device: torch.device) -> MicroBatch:
     """Rows ``rows`` as a right- or caller-padded matrix of ``height`` rows."""
     index_BL = torch.full((height, width), -1, dtype=torch.int64)
     seq_BL = torch.full((height, width), -1, dtype=torch.int64)
@@ -150,9 +159,7 @@ def padded(
     )  # fmt: skip
 
 
-def packed(
-    number: int, rows: list[int], plan: Any, *, width: int | None, device: torch.device
-) -> MicroBatch:
+def packed(number: int, rows: list[int], plan: Any, *, width: int | None, device: torch.device) -> MicroBatch:
     """Rows ``rows`` end to end in one row; each padded to the arrangement's multiple, all filled up to ``width``."""
     multiple, cu, index, position, seq = plan.arrangement.multiple, [0], [], [], []
     for document, row in enumerate(rows):

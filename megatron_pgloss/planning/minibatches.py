@@ -24,8 +24,8 @@ def minibatches(
 ) -> Iterator[list[TokenBatch]]:
     """Deal this rank's rows out to ``count`` steps, whole units together. A collective in a world of several ranks.
 
-    Units are ordered by a hash of their key and ``seed`` and dealt round robin over the whole job, so the steps are equally
-    large in units and the same on every layout; a unit that straddles ranks lands in one step on all of them.
+    Units are ordered by a hash of their key and ``seed`` and dealt round robin over the whole job, so the steps are
+    equally large in units and the same on every layout; a unit that straddles ranks lands in one step on all of them.
 
     Args:
         batches: this rank's rollouts; ``[]`` is legal.
@@ -54,11 +54,15 @@ def minibatches(
         fault = error
     order = {key: place for place, key in enumerate(_everywhere(keys, ranks))}
     for step in range(count):
-        mini = [
-            batch if batch.fault is not None else batch.select([row for row, key in enumerate(of) if order[key] % count == step])
-            for batch, of in zip(batches, keys, strict=True)
-        ] if fault is None else [broken(fault)]  # fmt: skip
-        yield [batch for batch in mini if len(batch) or batch.fault is not None]
+        if fault is not None:
+            yield [broken(fault)]
+            continue
+        mini = []
+        for batch, of in zip(batches, keys, strict=True):
+            rows = [row for row, key in enumerate(of) if order[key] % count == step]
+            # A batch that carries an error goes into every step: the plan raises it.
+            mini += [batch] if batch.fault is not None else [batch.select(rows)] if rows else []
+        yield mini
 
 
 def _key(batch: TokenBatch, row: int, by: str, seed: int, world: int) -> tuple[int, int]:

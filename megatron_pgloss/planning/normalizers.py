@@ -1,9 +1,9 @@
 """Normaliser paths to per-token weights, from exact counts. `T` tokens.
 
 For a path ``u_1 > ... > u_n`` with the count set C, the weight of a token is the product over levels k of
-``1 / d_k(parent)``, where ``parent`` is the token's unit of level k-1 (the batch for k = 1) and ``d_k`` the level's divisor: the
-number of counted units u_k in it for a mean, a constant, a power of that number, or its mean over the batch. A unit is
-counted if C holds one of its tokens, or always with ``units="all"``.
+``1 / d_k(parent)``, where ``parent`` is the token's unit of level k-1 (the batch for k = 1) and ``d_k`` the level's
+divisor: the number of counted units u_k in it for a mean, a constant, a power of that number, or its mean over the
+batch. A unit is counted if C holds one of its tokens, or always with ``units="all"``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_pgloss.planning.agreement import Ranks
 from megatron_pgloss.planning.sets import ComponentSet
 from megatron_pgloss.planning.units import KEYED, Units
 from megatron_pgloss.spec import LossSpec
@@ -77,8 +76,8 @@ def keyed_rows(counts: list[LocalCounts], units: Units | None, unit: str, capaci
     """This rank's rows for the keyed gather.
 
     Returns:
-        int64 [capacity, 5 + 4 * components]: a flag, the key of ``unit``, the key of its prompt, and per component whether
-        it is counted and its counted sequences, turns and tokens (a float's bits where tokens are weighted).
+        int64 [capacity, 5 + 4 * components]: a flag, the key of ``unit``, the key of its prompt, and per component
+        whether it is counted and its counted sequences, turns and tokens (a float's bits where tokens are weighted).
     """
     width = 5 + 4 * len(counts)
     rows = torch.zeros(capacity, width, dtype=torch.int64)
@@ -88,7 +87,9 @@ def keyed_rows(counts: list[LocalCounts], units: Units | None, unit: str, capaci
     rows[:n, 0] = 1
     rows[:n, 1:3] = units.key[unit]
     prompt = units.key["prompt"] if "prompt" in units.key else torch.zeros(1, 2, dtype=torch.int64)
-    owner = units.parent.get((unit, "prompt"), torch.arange(n) if unit == "prompt" else torch.zeros(n, dtype=torch.int64))
+    owner = units.parent.get(
+        (unit, "prompt"), torch.arange(n) if unit == "prompt" else torch.zeros(n, dtype=torch.int64)
+    )
     rows[:n, 3:5] = prompt[owner]
     for c, part in enumerate(counts):
         at = 5 + 4 * c

@@ -35,9 +35,7 @@ def report(plan: Plan) -> str:
     for part in plan.spec.components:
         counts = plan.counts[part.name]
         lines.append(f"{part.name}: coefficient {plan.coef[part.name]:g}, {part.normalizer}")
-        levels = ", ".join(
-            f"{counts[unit]:g} {_PLURAL[unit]}" for unit in _PLURAL if unit in counts
-        )
+        levels = ", ".join(f"{counts[unit]:g} {_PLURAL[unit]}" for unit in _PLURAL if unit in counts)
         what = "members" if part.count == "members" else part.count
         lines.append(f"  counted ({what}, units {part.units}): {levels}")
         lines.append(f"  trains {counts['members']} of {counts['base']} tokens, {counts['live']} can move the policy")

@@ -45,12 +45,14 @@ def base(batch: TokenBatch, component: Component) -> Tensor:
     return batch.action_T if component.over == "action" else batch.target_T
 
 
-def rows_with(batch: TokenBatch, states: tuple[Termination, ...]) -> Tensor:
-    """bool [T]: tokens of rows that ended in one of these states."""
-    if batch.terminations is None:
-        return torch.zeros_like(batch.action_T)
-    hit_S = torch.tensor([state in states for state in batch.terminations], dtype=torch.bool)
-    return torch.repeat_interleave(hit_S, batch.lengths_S)
+def ended(batch: TokenBatch, state: Termination) -> Tensor:
+    """bool [S]: rows that ended in this state."""
+    states = batch.terminations if batch.terminations is not None else (None,) * len(batch)
+    return torch.tensor([other is state for other in states], dtype=torch.bool)
+
+
+def _tokens_ended(batch: TokenBatch, state: Termination) -> Tensor:
+    return torch.repeat_interleave(ended(batch, state), batch.lengths_S)
 
 
 def component_set(batch: TokenBatch, component: Component, spec: LossSpec) -> ComponentSet:
@@ -60,7 +62,7 @@ def component_set(batch: TokenBatch, component: Component, spec: LossSpec) -> Co
         DataError: a member lies outside the set the component counts.
     """
     base_T = base(batch, component)
-    fault_T = rows_with(batch, (Termination.FAULT,))
+    fault_T = _tokens_ended(batch, Termination.FAULT)
     kept_T = base_T & ~fault_T
     dropped = [int(base_T.sum() - kept_T.sum())]
     for mask in spec.masks:
@@ -79,8 +81,10 @@ def component_set(batch: TokenBatch, component: Component, spec: LossSpec) -> Co
         position = int(outside_T.to(torch.int8).argmax())
         raise DataError(
             f"{component.name}: a trained token is not in the set it counts ({component.count!r})",
-            expected="members inside the count set", got=f"{int(outside_T.sum())} outside",
-            where=where(batch, position), fix=f"widen {component.count!r} or narrow the members by a UserMask",
+            expected="members inside the count set",
+            got=f"{int(outside_T.sum())} outside",
+            where=where(batch, position),
+            fix=f"widen {component.count!r} or narrow the members by a UserMask",
         )
     user_T = batch.weights.get(component.name, torch.ones_like(base_T, dtype=torch.float64)).to(torch.float64)
     user_T = torch.where(count_T, user_T, 0)
@@ -112,7 +116,7 @@ def _by_default(mask: DropTruncated | DropZeroAdvantage | UserMask, component: C
 
 def _taken(batch: TokenBatch, mask: DropTruncated | DropZeroAdvantage | UserMask) -> Tensor:
     if isinstance(mask, DropTruncated):
-        return rows_with(batch, (Termination.TRUNCATED,)) & batch.action_T
+        return _tokens_ended(batch, Termination.TRUNCATED) & batch.action_T
     if isinstance(mask, DropZeroAdvantage):
         return (batch.streams["advantages"] == 0) & batch.action_T
     return ~batch.masks[mask.name]

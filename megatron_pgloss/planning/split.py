@@ -5,6 +5,7 @@ All stages of a pipeline cut the same micro-batches because nothing else goes in
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from megatron_pgloss.errors import DataError, SpecError
@@ -34,8 +35,10 @@ class Split:
         given = [value for value in (self.sequences, self.microbatches, self.max_tokens) if value is not None]
         if len(given) != 1 or given[0] < 1 or self.multiple_of < 1:
             raise SpecError(
-                "Split takes exactly one of sequences, microbatches and max_tokens", expected="a positive integer",
-                got=str(self), fix="for example Split(sequences=4)",
+                "Split takes exactly one of sequences, microbatches and max_tokens",
+                expected="a positive integer",
+                got=str(self),
+                fix="for example Split(sequences=4)",
             )
         if self.multiple_of != 1 and self.max_tokens is None:
             raise SpecError("multiple_of goes with max_tokens", got=str(self))
@@ -54,8 +57,8 @@ def round_up(value: int, multiple: int) -> int:
 def legal_count(count: int, group: int, stages: int) -> int:
     """The smallest number of micro-batches >= ``count`` that an interleaved schedule accepts.
 
-    Megatron-Core runs micro-batches in groups of ``group`` (at least ``stages``, the pipeline size): there must be a whole group, and
-    a last, partial one must still fill the pipeline.
+    Megatron-Core runs micro-batches in groups of ``group`` (at least ``stages``, the pipeline size): there must be a
+    whole group, and a last, partial one must still fill the pipeline.
     """
     count = max(count, group)
     rest = count % group
@@ -86,8 +89,11 @@ def bins(split: Split, lengths: list[int], multiple: int = 1) -> list[list[int]]
     for row in sorted((row for row in rows if lengths[row]), key=lambda row: (-padded[row], row)):
         if padded[row] > budget:
             raise DataError(
-                "a sequence is longer than the token budget", expected=f"<= {budget} (padded to {multiple})",
-                got=padded[row], where=f"row {row}", fix="raise Split(max_tokens=...)",
+                "a sequence is longer than the token budget",
+                expected=f"<= {budget} (padded to {multiple})",
+                got=padded[row],
+                where=f"row {row}",
+                fix="raise Split(max_tokens=...)",
             )
         at = next((i for i, free in enumerate(room) if free >= padded[row]), None)
         if at is None:
@@ -117,4 +123,4 @@ def _evenly(rows: list[int], count: int) -> list[list[int]]:
         return []
     size, extra = divmod(len(rows), count)
     edges = [i * size + min(i, extra) for i in range(count + 1)]
-    return [rows[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [rows[a:b] for a, b in itertools.pairwise(edges)]

@@ -1,4 +1,6 @@
-"""Units of a batch (prompt, episode, sequence, turn) as dense indices, and their keys across ranks. `T` tokens, `S` rows."""
+"""Units of a batch (prompt, episode, sequence, turn) as dense indices, and their keys across ranks. `T` tokens, `S`
+rows.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,14 @@ def find(batch: TokenBatch) -> Units:
         size[name] = len(order)
         key[name] = torch.tensor([_hash(text) for text in order], dtype=torch.int64).reshape(-1, 2)
         index[name] = of_row[name][seq_T]
-    # Turn ids of a row may be any integers: dense over (row, id).
+    # Turn ids of a row may be any integers: dense over (row, id), one sort each instead of a sort of pairs.
     has_T = batch.turn_T >= 0
-    pair_K2 = torch.stack([seq_T[has_T], batch.turn_T[has_T]], dim=1)
-    turns_N2, inverse_K = torch.unique(pair_K2, dim=0, return_inverse=True)
+    ids, id_K = torch.unique(batch.turn_T[has_T], return_inverse=True)
+    keys, inverse_K = torch.unique(seq_T[has_T] * max(ids.numel(), 1) + id_K, return_inverse=True)
     turn_T = torch.full_like(seq_T, -1)
     turn_T[has_T] = inverse_K
-    index["turn"], size["turn"] = turn_T, turns_N2.shape[0]
-    turn_row = turns_N2[:, 0] if turns_N2.numel() else torch.zeros(0, dtype=torch.int64)
+    index["turn"], size["turn"] = turn_T, keys.numel()
+    turn_row = keys // max(ids.numel(), 1)
     parent = {("turn", "sequence"): turn_row}
     for name, rows in of_row.items():
         parent["sequence", name] = rows

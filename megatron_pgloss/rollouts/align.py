@@ -1,4 +1,5 @@
-"""The one shift: from token order (``x[i]`` is about ``tokens[i]``) to target alignment (``x[t]`` is about ``tokens[t + 1]``).
+"""The one shift: from token order (``x[i]`` is about ``tokens[i]``) to target alignment (``x[t]`` is about ``tokens[t +
+1]``).
 
 `T` tokens of all rows end to end, `S` rows.
 """

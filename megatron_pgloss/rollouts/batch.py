@@ -132,7 +132,8 @@ class TokenBatch:
             raise DataError(f"no stream {name!r}", expected=", ".join(STREAMS))
         if stream_T.shape != self.tokens_T.shape:
             raise DataError(
-                f"stream {name!r} has the wrong length", expected=list(self.tokens_T.shape),
+                f"stream {name!r} has the wrong length",
+                expected=list(self.tokens_T.shape),
                 got=list(stream_T.shape),
             )
         # A constant by definition: nothing is differentiated through what the policy was.
@@ -211,6 +212,7 @@ def _all_or_none(name: str, present: list[bool]) -> None:
     if any(present) and not all(present):
         raise DataError(
             f"{name} is given by some batches of this step and absent in others",
-            expected="all or none", got=f"absent in batch {present.index(False)} of {len(present)}",
+            expected="all or none",
+            got=f"absent in batch {present.index(False)} of {len(present)}",
             fix="give it for every batch",
         )

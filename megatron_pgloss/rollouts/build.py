@@ -54,15 +54,12 @@ def from_padded(
         DataError: shapes, dtypes, holes. In a world of several ranks the error is kept in the batch and raised by
             `plan` on every rank, so that nobody hangs.
     """
-    return _deferred(
-        lambda: _padded(tokens, action_mask, lengths, attention_mask, dict(more)), tokens, "from_padded"
-    )
+    return _deferred(lambda: _padded(tokens, action_mask, lengths, attention_mask, dict(more)), tokens, "from_padded")
 
 
-def from_packed(
-    *, tokens: Tensor, action_mask: Tensor, lengths: Tensor | Sequence[int], **more: Any
-) -> TokenBatch:
-    """Build from rows laid end to end; arguments as in `from_padded` with ``[T]`` for ``[B, L]`` and ``[S]`` for ``[B]``.
+def from_packed(*, tokens: Tensor, action_mask: Tensor, lengths: Tensor | Sequence[int], **more: Any) -> TokenBatch:
+    """Build from rows laid end to end; arguments as in `from_padded` with ``[T]`` for ``[B, L]`` and ``[S]`` for
+    ``[B]``.
 
     Args:
         tokens: int64 [T].
@@ -135,7 +132,9 @@ def _padded(
         lengths_S, offset_S = checks.lengths(lengths, rows), torch.zeros(rows, dtype=torch.int64)
         if rows and int(lengths_S.max()) > width:
             raise DataError(
-                "a length is larger than the width of tokens", expected=f"<= {width}", got=int(lengths_S.max()),
+                "a length is larger than the width of tokens",
+                expected=f"<= {width}",
+                got=int(lengths_S.max()),
                 where=f"row {int(lengths_S.argmax())}",
             )
     else:
@@ -209,8 +208,10 @@ def _observations(take: _Take, mask: Tensor | None, action_T: Tensor) -> Tensor:
     both = observation_T & action_T
     if bool(both.any()):
         raise DataError(
-            "a token is marked as action and as observation", expected="one author per token",
-            got=f"{int(both.sum())} such tokens", fix="observation_mask must be false where the policy sampled",
+            "a token is marked as action and as observation",
+            expected="one author per token",
+            got=f"{int(both.sum())} such tokens",
+            fix="observation_mask must be false where the policy sampled",
         )
     return observation_T
 

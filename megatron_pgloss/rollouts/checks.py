@@ -1,4 +1,6 @@
-"""Checks of what the caller hands over: shapes, dtypes, padding. Values are judged by the plan, where the spec is known."""
+"""Checks of what the caller hands over: shapes, dtypes, padding. Values are judged by the plan, where the spec is
+known.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,25 @@ from torch import Tensor
 from megatron_pgloss.errors import DataError
 
 _ARGUMENTS = (
-    "tokens lengths attention_mask action_mask advantages old_logprobs rollout_logprobs ref_logprobs "
-    "prompt_ids episode_ids sample_ids turn_ids observation_mask weights masks temperature terminations "
-    "allow_low_precision"
-).split()
+    "tokens",
+    "lengths",
+    "attention_mask",
+    "action_mask",
+    "advantages",
+    "old_logprobs",
+    "rollout_logprobs",
+    "ref_logprobs",
+    "prompt_ids",
+    "episode_ids",
+    "sample_ids",
+    "turn_ids",
+    "observation_mask",
+    "weights",
+    "masks",
+    "temperature",
+    "terminations",
+    "allow_low_precision",
+)
 
 
 def tokens(value: Any, shape: tuple[int | None, ...]) -> None:
@@ -25,7 +42,8 @@ def tokens(value: Any, shape: tuple[int | None, ...]) -> None:
     fits = value.dim() == len(shape) and all(w is None or w == g for w, g in zip(shape, value.shape, strict=True))
     if not fits:
         raise DataError(
-            "tokens has the wrong shape", expected=["any" if extent is None else extent for extent in shape],
+            "tokens has the wrong shape",
+            expected=["any" if extent is None else extent for extent in shape],
             got=list(value.shape),
         )
 
@@ -35,7 +53,8 @@ def lengths(value: Any, rows: int | None) -> Tensor:
     lengths_S = torch.as_tensor(value, dtype=torch.int64, device="cpu") if value is not None else None
     if lengths_S is None or lengths_S.dim() != 1 or (rows is not None and lengths_S.numel() != rows):
         raise DataError(
-            "lengths has the wrong shape", expected=f"[{'S' if rows is None else rows}]",
+            "lengths has the wrong shape",
+            expected=f"[{'S' if rows is None else rows}]",
             got=None if lengths_S is None else list(lengths_S.shape),
         )
     if lengths_S.numel() and int(lengths_S.min()) < 0:
@@ -54,8 +73,11 @@ def contiguous(attention_mask: Tensor, shape: tuple[int, int]) -> tuple[Tensor, 
     if bool((runs_S > 1).any()):
         row = int(runs_S.argmax())
         raise DataError(
-            "attention_mask has holes", expected="one unbroken run per row", got=f"{int(runs_S[row])} runs",
-            where=f"row {row}", fix="pad on one side only; several sequences in one row go through from_packed",
+            "attention_mask has holes",
+            expected="one unbroken run per row",
+            got=f"{int(runs_S[row])} runs",
+            where=f"row {row}",
+            fix="pad on one side only; several sequences in one row go through from_packed",
         )
     return lengths_S, mask_BL.to(torch.int8).argmax(1)
 
@@ -79,7 +101,8 @@ def floating(name: str, value: Tensor, low: Sequence[str] = ()) -> Tensor:
         return value.float()
     raise DataError(
         f"{name} is {value.dtype}: a rounding of log-probs is a ratio error of 0.5 to 5 percent",
-        expected="float32 or float64", got=value.dtype,
+        expected="float32 or float64",
+        got=value.dtype,
         fix=f"keep it in float32 where it is made, or allow_low_precision=({name!r},)",
     )
 
@@ -90,6 +113,7 @@ def unknown_argument(name: str) -> DataError:
 
     close = difflib.get_close_matches(name, _ARGUMENTS, n=1)
     return DataError(
-        f"no argument {name!r}", expected=", ".join(_ARGUMENTS),
+        f"no argument {name!r}",
+        expected=", ".join(_ARGUMENTS),
         fix=f"did you mean {close[0]!r}?" if close else f"remove {name!r}",
     )

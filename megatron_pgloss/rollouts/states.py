@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 
-class Author(str, Enum):
+class Author(StrEnum):
     """Who wrote a token. The author decides membership; the role decides only weights."""
 
     POLICY = "policy"
@@ -16,7 +16,7 @@ class Author(str, Enum):
     COPIED = "copied"
 
 
-class Termination(str, Enum):
+class Termination(StrEnum):
     """How a rollout ended. EOS is just a policy token and no state of its own."""
 
     SUCCESS = "success"

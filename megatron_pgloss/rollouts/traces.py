@@ -129,15 +129,19 @@ def _logprobs(traces: list[Trace], spans: list[Span]) -> Tensor | None:
         if trace.sampler.logprobs == "raw" and trace.sampler.temperature != 1.0:
             raise DataError(
                 "the sampler reports raw log-probs while a temperature was active",
-                expected="logprobs='processed'", got=f"temperature={trace.sampler.temperature}",
-                where=f"trace {trace.sample_id!r}", fix="ask the engine for processed log-probs",
+                expected="logprobs='processed'",
+                got=f"temperature={trace.sampler.temperature}",
+                where=f"trace {trace.sample_id!r}",
+                fix="ask the engine for processed log-probs",
             )
     values: list[float] = []
     for span in spans:
         if span.logprobs is not None and len(span.logprobs) != len(span.tokens):
             raise DataError(
-                "a span has another number of log-probs than tokens", expected=len(span.tokens),
-                got=len(span.logprobs), where=f"span of role {span.role!r}",
+                "a span has another number of log-probs than tokens",
+                expected=len(span.tokens),
+                got=len(span.logprobs),
+                where=f"span of role {span.role!r}",
             )
         # Nobody sampled the other authors' tokens; NaN makes a wrong reader visible.
         values.extend(span.logprobs if span.logprobs is not None else [float("nan")] * len(span.tokens))

@@ -23,7 +23,8 @@ class Reinforce(Part):
 
 
 class Clip(Part):
-    """Clipped surrogate ``l = -min(r A, clip(r, 1-low, 1+high) A)`` (PPO 1707.06347 eq. 7; two bounds: DAPO 2503.14476 eq. 10).
+    """Clipped surrogate ``l = -min(r A, clip(r, 1-low, 1+high) A)`` (PPO 1707.06347 eq. 7; two bounds: DAPO 2503.14476
+    eq. 10).
 
     With ``dual=c`` and A < 0 the term is ``-max(min(...), c A)`` (1912.09729 eq. 5).
     """

@@ -63,7 +63,8 @@ class LossSpec(Part):
             kind = part.get("kind") if isinstance(part, dict) else known[0]
             if kind not in known:
                 raise SpecError(
-                    f"{info.field_name}: unknown kind {kind!r}", expected=" | ".join(known),
+                    f"{info.field_name}: unknown kind {kind!r}",
+                    expected=" | ".join(known),
                     fix=nearest(str(kind), known),
                 )
         return parts
@@ -77,13 +78,12 @@ class LossSpec(Part):
                 if name not in names and not isinstance(rule, DropZeroAdvantage):
                     raise SpecError(
                         f"{type(rule).__name__} acts on {name!r}, which is not a component",
-                        expected=", ".join(names), fix=nearest(name, list(names)),
+                        expected=", ".join(names),
+                        fix=nearest(name, list(names)),
                     )
         for component in self.components:
             if component.count == "observations" and component.over != "observation":
-                raise SpecError(
-                    f"{component.name} counts observations but runs over actions", fix='count="members"'
-                )
+                raise SpecError(f"{component.name} counts observations but runs over actions", fix='count="members"')
         if self.corrections and self.old != "given":
             raise SpecError(
                 f"TruncatedIS(of='old') needs an old stream, but old={self.old!r}",
@@ -144,9 +144,7 @@ class LossSpec(Part):
         for part in self.components:
             if part.name == name:
                 return part
-        raise SpecError(
-            f"no component {name!r}", expected=", ".join(self.names), fix=nearest(name, list(self.names))
-        )
+        raise SpecError(f"no component {name!r}", expected=", ".join(self.names), fix=nearest(name, list(self.names)))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; `from_dict` gives the same spec back. A term's function becomes ``"pkg.mod:name"``."""
@@ -166,7 +164,8 @@ class LossSpec(Part):
         for part in self.components:
             if isinstance(part, Term) and "<" in part.to_import_path():
                 raise SpecError(
-                    f"term {part.name!r} has a function without an importable name", got=part.to_import_path(),
+                    f"term {part.name!r} has a function without an importable name",
+                    got=part.to_import_path(),
                     fix="define it at module level and pass it, or 'pkg.mod:name'",
                 )
         return toml.dumps(self.to_dict())

@@ -95,13 +95,17 @@ def parse(text: str) -> Path:
     order = [UNITS.index(level.unit) for level in levels]
     if order != sorted(set(order)):
         raise SpecError(
-            f"normalizer {text!r}: levels must descend", expected=" > ".join(UNITS), got=text,
+            f"normalizer {text!r}: levels must descend",
+            expected=" > ".join(UNITS),
+            got=text,
             fix="name each unit once, the largest first",
         )
     if levels[-1].unit != "token":
         raise SpecError(
             f"normalizer {text!r} does not end with the token level",
-            expected="mean(token) or sum(token) last", got=str(levels[-1]), fix="add '> mean(token)'",
+            expected="mean(token) or sum(token) last",
+            got=str(levels[-1]),
+            fix="add '> mean(token)'",
         )
     return Path(levels)
 
@@ -112,7 +116,8 @@ def _level(part: str, whole: str) -> Level:
         raise SpecError(
             f"normalizer {whole!r}: cannot read the level {part!r}",
             expected="mean(UNIT) or sum(UNIT)[/divisor], UNIT of " + ", ".join(UNITS),
-            got=repr(part), fix="for example 'mean(sequence) > mean(token)', or one of " + ", ".join(ALIASES),
+            got=repr(part),
+            fix="for example 'mean(sequence) > mean(token)', or one of " + ", ".join(ALIASES),
         )
     operation, unit, divisor = match[1], match[2], match[3]
     if operation == "mean":

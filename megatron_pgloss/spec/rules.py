@@ -53,7 +53,8 @@ class UserMask(Part):
 
 
 class TruncatedIS(Part):
-    """Truncated importance weight ``min(old/mu, high)``, a constant factor of the term (2014 truncated IS; as in off-policy RL).
+    """Truncated importance weight ``min(old/mu, high)``, a constant factor of the term (2014 truncated IS; as in
+    off-policy RL).
 
     ``mu`` is the rollout stream: the sampler's own log-probs.
     """

@@ -1,6 +1,7 @@
 """Log-ratios and the k-estimators of KL. All elementwise on `[T]`.
 
-Source: Schulman, "Approximating KL divergence" (2020). With d = log pi - log base at tokens sampled from pi, E[k1] = E[k3] = KL(pi || base).
+Source: Schulman, "Approximating KL divergence" (2020). With d = log pi - log base at tokens sampled from pi, E[k1] =
+E[k3] = KL(pi || base).
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from torch import Tensor
 
 
 def bounded(log_ratio_T: Tensor, bound: float) -> Tensor:
-    """``clip(d, -bound, bound)``; gradient exactly 0 beyond, so that exp stays finite and clipped tokens do not pull."""
+    """``clip(d, -bound, bound)``; gradient exactly 0 beyond, so that exp stays finite and clipped tokens do not
+    pull.
+    """
     return log_ratio_T.clamp(-bound, bound)
 
 

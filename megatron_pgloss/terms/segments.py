@@ -1,7 +1,8 @@
 """Sums over units (sequences, turns) of a micro-batch, exact under packing and context parallelism.
 
-`N` positions of this rank's shard, `U` units of the whole micro-batch. A unit's tokens may lie on several context-parallel ranks;
-only `[U]` sums travel, never tokens. Every rank of the group enters every collective, whatever it holds.
+`N` positions of this rank's shard, `U` units of the whole micro-batch. A unit's tokens may lie on several
+context-parallel ranks; only `[U]` sums travel, never tokens. Every rank of the group enters every collective, whatever
+it holds.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class UnitSums:
             this rank holds whole sequences.
     """
 
-    def __init__(self, unit_N: Tensor, units: int, group: Any = None, chunk_N: Tensor | None = None, chunks: int = 1) -> None:
+    def __init__(
+        self, unit_N: Tensor, units: int, group: Any = None, chunk_N: Tensor | None = None, chunks: int = 1
+    ) -> None:
         self.unit_N, self.units, self.group = unit_N, units, group
         self.chunk_N, self.chunks = chunk_N, chunks
 
@@ -61,7 +64,9 @@ class UnitSums:
         return table.index_add(1, torch.where(voters_N, index_N, 0), picked_KN)
 
     def sums(self, values_N: Tensor, voters_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum of ``values_N`` over the voters of each unit, and their number; one collective for both. ``[U]``, ``[U]``."""
+        """Sum of ``values_N`` over the voters of each unit, and their number; one collective for both. ``[U]``,
+        ``[U]``.
+        """
         values_2N = torch.stack([values_N, voters_N.to(values_N.dtype)])
         table_2U = sum_over_ranks(self._table(values_2N, voters_N, self.unit_N, max(self.units, 1)), self.group)
         return table_2U[0], table_2U[1]

@@ -76,7 +76,9 @@ def init_parallel(
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     if not dist.is_initialized():
-        raise LayoutError("init_parallel needs torch.distributed", fix="call torch.distributed.init_process_group first")
+        raise LayoutError(
+            "init_parallel needs torch.distributed", fix="call torch.distributed.init_process_group first"
+        )
     if dist.get_world_size() % (tp * pp * cp):
         raise LayoutError(
             "the layout does not fit the world",
@@ -186,7 +188,9 @@ class ModelConfig:
     wrap: bool = True
     """Wrap each chunk in Megatron's DistributedDataParallel."""
     layer_spec: str = "auto"
-    """``own`` (plain torch, any device), ``local``, ``te``; auto: own on CPU, else te, local or own, what is possible."""
+    """``own`` (plain torch, any device), ``local``, ``te``; auto: own on CPU, else te, local or own, what is
+    possible.
+    """
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """More fields of ``TransformerConfig``, by their own names."""
 

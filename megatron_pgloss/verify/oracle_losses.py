@@ -168,8 +168,9 @@ def _term(component: Mapping[str, Any], scene: Scene) -> Tensor:
 class TermStreams:
     """What a user's term sees: whole-step streams [T].
 
-    Outside the members, a value that is not finite or not of the component's domain reads 0. Unit
-    statistics run over a unit's action tokens as sampled, whatever the masks say.
+    Outside the members a value reads 0 if it is not finite, or about neither an action nor a token
+    of the component's domain; finite values of tokens that a mask took stay, for the statistics.
+    Unit statistics run over a unit's action tokens as sampled, whatever the masks say.
     """
 
     scene: Scene

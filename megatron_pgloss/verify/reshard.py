@@ -7,6 +7,7 @@ which rows or columns of it this rank holds. Weights, gradients and loading all 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -180,45 +181,67 @@ def _local_gradients(chunk: Any) -> dict[torch.nn.Parameter, torch.Tensor]:
     return out
 
 
-def _assemble(chunks: Any, values_of: Callable[[Any], dict[torch.nn.Parameter, torch.Tensor]]) -> dict[str, torch.Tensor]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """A piece that one rank holds: what it is, without its numbers."""
+
+    name: str
+    full_shape: tuple[int, ...]
+    dim: int
+    start: int
+    shape: tuple[int, ...]
+
+
+def _assemble(
+    chunks: Any, values_of: Callable[[Any], dict[torch.nn.Parameter, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
     values: dict[torch.nn.Parameter, torch.Tensor] = {}
     for chunk in as_chunks(chunks):
         values |= values_of(chunk)
-    exact = all(value.dtype is torch.float64 for value in values.values())
-    parts = []
+    parts, numbers = [], []
     for place in placements(chunks):
         value = values[place.param].detach()
         for local, start, length in place.pieces:
-            part = value.narrow(place.dim, local, length).to("cpu", torch.float64)
-            # Bytes that own their storage: a view would send the whole gradient buffer along.
-            parts.append((place.name, place.full_shape, place.dim, start, part.contiguous().clone()))
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (exact, parts))
+            piece = value.narrow(place.dim, local, length)
+            parts.append(_Part(place.name, place.full_shape, place.dim, start, tuple(piece.shape)))
+            numbers.append(piece.reshape(-1).to(torch.float64))
+    is_double = all(value.dtype is torch.float64 for value in values.values())
+    everyone = _exchange(is_double, parts, torch.cat(numbers))
+    tolerance = 1e-9 if all(flag for flag, _, _ in everyone) else 1e-3
+    limit = tolerance * max(flat.abs().max().item() for _, _, flat in everyone)
     seen: dict[tuple[str, int], tuple[int, torch.Tensor]] = {}
     full: dict[str, torch.Tensor] = {}
     covered: dict[str, int] = {}
-    tolerance = 1e-9 if all(flag for flag, _ in gathered) else 1e-3
-    scale = max((part.abs().max().item() for _, items in gathered for *_, part in items if part.numel()), default=0.0)
-    for rank, (_, items) in enumerate(gathered):
-        for name, shape, dim, start, part in items:
-            if (name, start) in seen:
-                _check_replica(name, seen[name, start], (rank, part), tolerance * scale)
+    for rank, (_, items, flat) in enumerate(everyone):
+        pieces = flat.split([math.prod(part.shape) for part in items])
+        for part, piece in zip(items, pieces, strict=True):
+            mine = (rank, piece.view(part.shape))
+            if (part.name, part.start) in seen:
+                _check_replica(part.name, seen[part.name, part.start], mine, limit)
                 continue
-            seen[name, start] = (rank, part)
-            target = full.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
-            target.narrow(dim, start, part.shape[dim]).copy_(part)
-            covered[name] = covered.get(name, 0) + part.numel()
+            seen[part.name, part.start] = mine
+            target = full.setdefault(part.name, torch.full(part.full_shape, torch.nan, dtype=torch.float64))
+            target.narrow(part.dim, part.start, part.shape[part.dim]).copy_(mine[1])
+            covered[part.name] = covered.get(part.name, 0) + piece.numel()
     for name, count in covered.items():
         if count != full[name].numel():
-            raise LayoutError(
-                f"no rank holds all of {name}", expected=f"{full[name].numel()} elements", got=f"{count}"
-            )
+            raise LayoutError(f"no rank holds all of {name}", expected=f"{full[name].numel()} elements", got=count)
     return dict(sorted(full.items()))
 
 
-def _check_replica(
-    name: str, first: tuple[int, torch.Tensor], other: tuple[int, torch.Tensor], limit: float
-) -> None:
+def _exchange(is_double: bool, parts: list[_Part], flat: torch.Tensor) -> list[tuple[bool, list[_Part], torch.Tensor]]:
+    """Every rank's description and numbers, on CPU. Numbers travel as one tensor: pickling each costs far more."""
+    described: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(described, (is_double, parts))
+    sizes = [sum(math.prod(part.shape) for part in items) for _, items in described]
+    padded = torch.nn.functional.pad(flat, (0, max(sizes) - flat.numel()))
+    out = padded.new_empty(len(sizes) * max(sizes))
+    dist.all_gather_into_tensor(out, padded)
+    rows = out.cpu().view(len(sizes), -1)
+    return [(flag, items, row[:size]) for (flag, items), size, row in zip(described, sizes, rows, strict=True)]
+
+
+def _check_replica(name: str, first: tuple[int, torch.Tensor], other: tuple[int, torch.Tensor], limit: float) -> None:
     if torch.allclose(first[1], other[1], rtol=0.0, atol=limit, equal_nan=True):
         return
     raise LayoutError(

@@ -1,4 +1,6 @@
-"""Weights that are a function of a parameter's global name and a seed, so that every layout starts from the same model."""
+"""Weights that are a function of a parameter's global name and a seed, so that every layout starts from the same
+model.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,120 @@
+"""What one rank knows of a step before the gather: its rows checked and counted, and the row it sends. `T` tokens, `S`
+rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_pgloss._version import __version__
+from megatron_pgloss.errors import DataError, LayoutError
+from megatron_pgloss.planning import agreement, faults, normalizers, sets, units
+from megatron_pgloss.planning.agreement import Ranks
+from megatron_pgloss.planning.microbatch import Arrangement
+from megatron_pgloss.planning.split import Split, bins, round_up
+from megatron_pgloss.rollouts import Termination, TokenBatch, concatenate
+from megatron_pgloss.spec import LossSpec
+
+SLOTS = ("base", "members", "live", "sequence", "turn", "token")
+"""Counts of a component in a row; the tokens each rule took out follow them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Local:
+    """This rank's rows, and what was counted on them."""
+
+    batch: TokenBatch | None = None
+    units: units.Units | None = None
+    counts: list[normalizers.LocalCounts] = field(default_factory=list)
+    live: list[int] = field(default_factory=list)
+    parts: list[list[int]] = field(default_factory=list)
+    excluded: int = 0
+
+
+def coefficients(spec: LossSpec | None, given: Mapping[str, float] | None) -> dict[str, float]:
+    """Coefficient of every component: the spec's, or this step's own."""
+    if spec is None:
+        return {}
+    for name, value in (given or {}).items():
+        spec.component(name)
+        if not float("-inf") < float(value) < float("inf"):
+            raise DataError(f"coef[{name!r}] is not finite", got=value)
+    return {part.name: float((given or {}).get(part.name, part.coef)) for part in spec.components}
+
+
+def prepare(
+    batches: Sequence[TokenBatch], spec: LossSpec | None, split: Split, arrangement: Arrangement, vocab_size: int | None
+) -> Local:
+    """Check and count this rank's rows.
+
+    Raises:
+        DataError: the first fault, see `faults.check`.
+    """
+    for item in batches:
+        if not isinstance(item, TokenBatch):
+            raise DataError("plan takes TokenBatch objects", got=type(item).__name__, fix="TokenBatch.from_padded(...)")
+    batch = concatenate(batches)
+    if batch is None:
+        return Local()
+    parts = bins(split, batch.lengths_S.tolist(), arrangement.multiple)
+    found = units.find(batch)
+    if spec is None:
+        return Local(batch=batch, units=found, parts=parts)
+    faults.check(batch, spec, vocab_size=vocab_size)
+    empty_S = faults.empty_rows(batch, spec)
+    present_S = (batch.lengths_S > 0) & ~empty_S & ~sets.ended(batch, Termination.FAULT)
+    tokens = [sets.component_set(batch, part, spec) for part in spec.components]
+    counts = [normalizers.local_counts(item, found, present_S) for item in tokens]
+    live = [sets.live(batch, item) for item in tokens]
+    return Local(batch=batch, units=found, counts=counts, live=live, parts=parts, excluded=int(empty_S.sum()))
+
+
+def head(local: Local, spec: LossSpec | None, arrangement: Arrangement, ranks: Ranks, setup: int) -> dict[str, int]:
+    """The head of this rank's row, by the names of `agreement.FIELDS`."""
+    batch = local.batch
+    known = {
+        "spec": spec.digest if spec is not None else 0,
+        "version": agreement.digest(__version__.encode()),
+        "data_rank": ranks.data_rank,
+        "setup": setup,
+    }
+    if batch is None:
+        return known
+    longest = int(batch.lengths_S.max()) if len(batch) else 0
+    packed = [sum(round_up(int(batch.lengths_S[row]), arrangement.multiple) for row in part) for part in local.parts]
+    return known | {
+        "batch": agreement.batch_digest(batch),
+        "streams": agreement.presence(batch),
+        "microbatches": len(local.parts),
+        "rows": len(batch),
+        "tokens": batch.tokens_T.numel(),
+        "width": longest,
+        "bin_rows": max((len(part) for part in local.parts), default=0),
+        "bin_tokens": max(packed, default=0),
+        "unit_rows": max(local.units.size.get("episode", 0), local.units.size.get("prompt", 0)) if local.units else 0,
+        "double": int(any(stream_T.dtype == torch.float64 for stream_T in batch.streams.values())),
+        "excluded": local.excluded,
+    }
+
+
+def body(local: Local) -> Tensor:
+    """The counts of this rank's components, int64."""
+    values: list[int] = []
+    for part, live in zip(local.counts, local.live, strict=True):
+        tokens = part.tokens
+        total = part.totals["token"]
+        bits = int(torch.tensor(total, dtype=torch.float64).view(torch.int64)) if isinstance(total, float) else total
+        values += [int(tokens.base_T.sum()), int(tokens.member_T.sum()), live]
+        values += [int(part.totals["sequence"]), int(part.totals["turn"]), bits, *tokens.dropped]
+    if len(values) > agreement.BODY:
+        raise LayoutError(
+            "too many components and masks for one agreement row",
+            expected=f"<= {agreement.BODY} counts",
+            got=len(values),
+            fix="merge components, or use fewer masks",
+        )
+    return torch.tensor(values, dtype=torch.int64)
