@@ -20,7 +20,9 @@ from megatron_pgloss.spec import (
     PolicyGradient,
     Reinforce,
 )
-from megatron_pgloss.spec.base import nearest
+from megatron_pgloss.spec.base import nearest, unknown_key
+
+_KEYWORDS = ("normalizer", "coef", "low", "high", "dual", "kl", "kl_estimator", "entropy")
 
 
 def _build(
@@ -32,6 +34,9 @@ def _build(
     more: tuple[Any, ...] = (),
     **fields: Any,
 ) -> LossSpec:
+    unknown = [name for name in fields if name not in LossSpec.model_fields or name == "components"]
+    if unknown:
+        raise unknown_key("the preset", unknown[0], [*_KEYWORDS, *(set(LossSpec.model_fields) - {"components"})])
     parts: list[Any] = [rl]
     if kl:
         parts.append(KL(estimator=kl_estimator, coef=kl, normalizer=rl.normalizer))

@@ -30,6 +30,10 @@ class Job:
     """The last data-parallel rank has no rows."""
     model: dict[str, Any] = field(default_factory=dict)
     """More fields of the model's config."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of `PolicyLossStep`."""
+    loss_scale: float = 1.0
+    """fp16's, by ``config.grad_scale_func``."""
 
     @property
     def name(self) -> str:
@@ -44,7 +48,7 @@ def rows_of_step(seed: int = 0, model_fn: Any = None, **more: Any) -> list[Row]:
     """Rows whose streams lie around the model's own log-probs, so that clips and corrections are active."""
     from megatron_pgloss.verify.oracle import oracle_logprobs
 
-    rows = make_rows(seed, vocab=VOCAB, max_length=WIDTH, **more)
+    rows = make_rows(seed, **(dict(vocab=VOCAB, max_length=WIDTH) | more))
     if model_fn is not None:
         with torch.no_grad():
             scored = [
@@ -104,6 +108,8 @@ def build(job: Job, **changes: Any) -> tuple[list[Any], Any]:
     fields = dict(vocab_size=VOCAB, seq_length=64, per_token_loss=job.per_token) | job.model | changes
     chunks = build_gpt(**fields)
     deterministic_weights(chunks, seed=3)
+    if job.loss_scale != 1:
+        chunks[0].config.grad_scale_func = lambda loss: loss * job.loss_scale
     return chunks, where
 
 
@@ -130,15 +136,22 @@ def one_step(job: Job, chunks: list[Any], where: Any, spec: pg.LossSpec, rows: S
     from megatron_pgloss import megatron as pgm
     from megatron_pgloss.verify.reshard import full_gradients
 
-    step = pgm.PolicyLossStep(spec, chunks if len(chunks) > 1 else chunks[0], split=job.split, **options)
-    mine = share(rows, where.dp_rank, where.dp, job.empty_rank)
-    weights = [name for name in ("rl", "ce") if name in spec.names]
-    plan = step.begin([batch_of(mine, weights)] if mine else [])
+    step = pgm.PolicyLossStep(
+        spec, chunks if len(chunks) > 1 else chunks[0], split=job.split, **(job.options | options)
+    )
+    plan = step.begin(batches_of(job, where, spec, rows))
     metrics = step.finish(run_schedule(step, chunks))
     return metrics, full_gradients(chunks), plan
 
 
-def oracle_model(seed_layers: int = 4, **fields: Any) -> tuple[Any, Any]:
+def batches_of(job: Job, where: Any, spec: pg.LossSpec, rows: Sequence[Row]) -> list[pg.TokenBatch]:
+    """This data-parallel rank's share, with the weights of the spec's components."""
+    mine = share(rows, where.dp_rank, where.dp, job.empty_rank)
+    weights = [name for name in ("rl", "ce") if name in spec.names]
+    return [batch_of(mine, weights)] if mine else []
+
+
+def oracle_model(**fields: Any) -> tuple[Any, Any]:
     """The whole model in this process, and a function from tokens to logits; collective only in building."""
     from megatron_pgloss.verify.models import build_gpt, init_parallel
     from megatron_pgloss.verify.weights import deterministic_weights

@@ -85,9 +85,7 @@ def _inverse_tensor(tau: Tensor, targets: Tensor) -> Tensor:
     if tau.dtype not in (torch.float32, torch.float64):
         raise DataError("temperature is too coarse", expected="float32 or float64", got=tau.dtype)
     # Same rank only: [B] against [B, L] would broadcast along the wrong axis where B == L.
-    fits = tau.dim() == targets.dim() and all(
-        a in (1, b) for a, b in zip(tau.shape, targets.shape, strict=True)
-    )
+    fits = tau.dim() == targets.dim() and all(a in (1, b) for a, b in zip(tau.shape, targets.shape, strict=True))
     if tau.dim() and not fits:
         raise DataError(
             "temperature does not fit the targets",

@@ -20,9 +20,8 @@ from megatron_pgloss.errors import UnsupportedError
 
 from .merge import Merged, merge
 from .order import RowOrder
-from .rows import RowGradient
 from .shard import VocabShard
-from .sweep import measure, write_gradient
+from .sweep import maths_dtype, measure, write_gradient
 
 
 class Job(NamedTuple):
@@ -72,17 +71,7 @@ class GivenLogits(torch.autograd.Function):
         logits, targets, inverse_tau, *whole = ctx.saved_tensors
         ctx.spent = job.reuse_logits
         with torch.autocast(logits.device.type, enabled=False):
-            dtype = torch.promote_types(logits.dtype, torch.float32)
-            rows, live_T = _factors(upstream, targets, inverse_tau, Merged(*whole), job, dtype)
-            gradient = write_gradient(
-                logits,
-                rows,
-                live_T,
-                order=job.order,
-                width=job.shard.width,
-                reuse=job.reuse_logits,
-                chunk_elements=job.chunk_elements,
-            )
+            gradient = _gradient(logits, upstream, targets, inverse_tau, Merged(*whole), job)
         return gradient, None, None, None
 
 
@@ -108,22 +97,21 @@ def outputs(whole: Merged, logits: Tensor, job: Job) -> tuple[Tensor, Tensor | N
     """Log-prob and entropy in targets' shape, in memory of their own: callers may write there."""
 
     def shaped(value_T: Tensor) -> Tensor:
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        out = torch.empty(job.order.shape, dtype=dtype, device=logits.device)
+        out = torch.empty(job.order.shape, dtype=maths_dtype(logits), device=logits.device)
         return out.copy_(job.order.unflatten(value_T))
 
     return shaped(whole.logprob), None if whole.entropy is None else shaped(whole.entropy)
 
 
-def _factors(
+def _gradient(
+    logits: Tensor,
     upstream: tuple[Tensor | None, ...],
     targets: Tensor,
     inverse_tau: Tensor | None,
     whole: Merged,
     job: Job,
-    dtype: torch.dtype,
-) -> tuple[RowGradient, Tensor]:
-    """Per-row factors of the gradient, and which rows have one at all (bool [T])."""
+) -> Tensor:
+    """Per-row factors of the gradient, in float64, and the pass that writes it."""
     order = job.order
     g_T, h_T = (None if g is None else order.flatten(g).double() for g in upstream)
     if g_T is None:
@@ -135,13 +123,22 @@ def _factors(
         a_T, b_T, live_T = a_T - h_T * whole.entropy, -h_T * scale_T, live_T | (h_T != 0)
     # A log-prob that is no number (label off the vocabulary, say) has no gradient to be plausible.
     lost_T = (g_T != 0) & ~torch.isfinite(whole.logprob)
-    rows = RowGradient.of(
-        torch.where(lost_T, math.nan, a_T * scale_T),
+    a_T = torch.where(lost_T, math.nan, a_T * scale_T)
+    # The target's own entry, once and in float64: its 1 - p must survive where p is nearly 1.
+    p_T = whole.logprob.exp()
+    entry_T = p_T * (a_T if b_T is None else a_T + b_T * whole.logprob) + g_T * scale_T
+    return write_gradient(
+        logits,
+        a_T,
         b_T,
-        g_T * scale_T,
-        lse=whole.lse,
-        target=order.flatten(targets) - job.shard.start,
-        inverse_tau=tau_T,
-        dtype=dtype,
+        entry_T=entry_T,
+        hit_T=g_T != 0,  # elsewhere the label has no part in the gradient, not by a bit
+        live_T=live_T,
+        target_T=order.flatten(targets) - job.shard.start,
+        lse_T=whole.lse,
+        inverse_tau_T=tau_T,
+        order=order,
+        width=job.shard.width,
+        reuse=job.reuse_logits,
+        chunk_elements=job.chunk_elements,
     )
-    return rows, live_T

@@ -1,8 +1,8 @@
-"""The row maths in plain torch: statistics forward, gradient backward, one chunk at a time.
+"""The row maths in plain torch: the passes over one chunk, and what they need and give per row.
 
 Shapes: `R` rows of one chunk, `V` columns of this shard that are no padding, `T` rows in all.
-Nothing here knows of collectives or autograd: another backend replaces `row_stats` and
-`row_gradient` alone.
+Nothing here knows of collectives or autograd. `row_sums` and `row_gradient` are the only functions
+that touch [R, V] and all that another backend has to replace.
 
 Both work on d = (z - shift)/tau log2(e) and e = 2^d, the shift being the row's maximum (forward)
 or tau lse (backward). exp2 is chosen for its steady cost on CPUs (torch.exp falls to a slow path
@@ -37,93 +37,106 @@ class Scratch:
         return first.view(rows, self.columns), second.view(rows, self.columns)
 
 
-class RowGradient(NamedTuple):
-    """Per-row factors of dz_v = e_v (a + b d_v) + c 1[v = target], all [T]."""
+class RowSums(NamedTuple):
+    """What the forward pass finds per row, in the dtype of the maths, each [T, 1]."""
+
+    peak: Tensor
+    """m = max z."""
+    total: Tensor
+    """S = sum e."""
+    moment: Tensor | None
+    """sum e d, for the entropy."""
+
+    def take(self, rows: slice) -> RowSums:
+        """Views of some rows."""
+        moment = None if self.moment is None else self.moment[rows]
+        return RowSums(self.peak[rows], self.total[rows], moment)
+
+
+class RowFactors(NamedTuple):
+    """What the backward pass needs per row, in the dtype of the maths, each [T, 1].
+
+    dz_v = e_v (a + b d_v).
+    """
 
     a: Tensor
     b: Tensor | None
-    c: Tensor
     shift: Tensor
-    target: Tensor
-    inverse_tau: Tensor | None
+    rate: Tensor | None
 
-    @staticmethod
-    def of(
-        a: Tensor,
-        b: Tensor | None,
-        c: Tensor,
-        *,
-        lse: Tensor,
-        target: Tensor,
-        inverse_tau: Tensor | None,
-        dtype: torch.dtype,
-    ) -> RowGradient:
-        """Factors, in ``dtype``, of dz_v = p_v (a + b log p_v) + c 1[v = target].
-
-        All [T] float64; ``lse`` over the whole vocabulary, ``target`` (int64) counted from this
-        shard's first column.
-        """
-        shift = (lse if inverse_tau is None else lse / inverse_tau).to(dtype)
-        # The shift is rounded, so e = p exp(gap): the small gap is put right here, in float64.
-        gap = lse - _scaled(shift, inverse_tau)
-        weight = (-gap).exp()
-        if b is not None:
-            a, b = a - b * gap, (b * weight * LN2).to(dtype)
-        return RowGradient((a * weight).to(dtype), b, c.to(dtype), shift, target, inverse_tau)
-
-    def take(self, rows: slice | Tensor) -> RowGradient:
+    def take(self, rows: slice | Tensor) -> RowFactors:
         """The factors of some rows."""
-        b, tau = self.b, self.inverse_tau
-        return RowGradient(
+        b, rate = self.b, self.rate
+        return RowFactors(
             self.a[rows],
             None if b is None else b[rows],
-            self.c[rows],
             self.shift[rows],
-            self.target[rows],
-            None if tau is None else tau[rows],
+            None if rate is None else rate[rows],
         )
 
 
-def row_stats(
-    z_RV: Tensor, target_R: Tensor, inverse_tau_R: Tensor | None, entropy: bool, scratch: Scratch
-) -> Tensor:
-    """(lse_r, [H_r,] u_target) of each row of one chunk, float64 [R, 2 or 3].
-
-    With u = z/tau, m = max u, S = sum e: lse_r = m + log S and H_r = log S - sum (e/S)(u - m), all
-    terms of which are >= 0. ``target_R`` counts from this shard's first column; targets of other
-    shards give 0. A row of -inf alone gives lse_r = -inf and H_r = 0.
-    """
+def row_sums(z_RV: Tensor, rate_R1: Tensor | None, out: RowSums, scratch: Scratch) -> None:
+    """Fill ``out`` for one chunk. ``rate_R1`` is log2(e)/tau, None at tau = 1."""
     d_RV, e_RV = scratch.pair(z_RV.size(0))
     wide_RV = _widened(z_RV, d_RV)
-    peak_R = wide_RV.amax(-1)
-    padding_R = peak_R == -math.inf
-    _shifted(wide_RV, torch.where(padding_R, 0.0, peak_R), inverse_tau_R, d_RV)
-    sum_R = torch.exp2(d_RV, out=e_RV).sum(-1).double()
-    lse_R = _scaled(peak_R, inverse_tau_R) + sum_R.log()
-    parts = [torch.where(padding_R, -math.inf, lse_R)]
-    if entropy:
-        mean_R = d_RV.clamp_(min=FLOOR).mul_(e_RV).sum(-1).double() * LN2 / sum_R
-        parts += [torch.where(padding_R, 0.0, sum_R.log() - mean_R)]
-    inside_R, column_R1 = _column(target_R, z_RV.size(1))
-    u_R = _scaled(z_RV.gather(1, column_R1)[:, 0], inverse_tau_R)
-    parts += [torch.where(inside_R, u_R, 0.0)]
-    return torch.stack(parts, -1)
+    torch.amax(wide_RV, -1, keepdim=True, out=out.peak)
+    # A row of -inf alone has no maximum to subtract; its e are 0 this way, not NaN.
+    _shifted(wide_RV, out.peak.masked_fill(out.peak == -math.inf, 0.0), rate_R1, d_RV)
+    torch.sum(torch.exp2(d_RV, out=e_RV), -1, keepdim=True, out=out.total)
+    if out.moment is not None:
+        torch.sum(d_RV.clamp_(min=FLOOR).mul_(e_RV), -1, keepdim=True, out=out.moment)
 
 
-def row_gradient(z_RV: Tensor, rows: RowGradient, scratch: Scratch) -> Tensor:
-    """Gradient of one chunk, [R, V] in the dtype of the maths; it lies in ``scratch``."""
+def row_gradient(z_RV: Tensor, rows: RowFactors, scratch: Scratch) -> Tensor:
+    """p_v (a + b log p_v) of one chunk, [R, V] in the dtype of the maths, lying in ``scratch``."""
     d_RV, e_RV = scratch.pair(z_RV.size(0))
-    _shifted(_widened(z_RV, d_RV), rows.shift, rows.inverse_tau, d_RV)
+    _shifted(_widened(z_RV, d_RV), rows.shift, rows.rate, d_RV)
     torch.exp2(d_RV, out=e_RV)
     if rows.b is None:
-        grad_RV = e_RV.mul_(rows.a[:, None])
-    else:
-        d_RV.clamp_(min=FLOOR).mul_(rows.b[:, None]).add_(rows.a[:, None])
-        grad_RV = e_RV.mul_(d_RV)
-    inside_R, column_R1 = _column(rows.target, z_RV.size(1))
-    here_R1 = torch.where(inside_R, rows.c, 0.0)[:, None]
-    # One column per row, so no two writes meet: same bits with and without deterministic mode.
-    return grad_RV.scatter_(1, column_R1, grad_RV.gather(1, column_R1) + here_R1)
+        return e_RV.mul_(rows.a)
+    return e_RV.mul_(d_RV.clamp_(min=FLOOR).mul_(rows.b).add_(rows.a))
+
+
+def shard_stats(sums: RowSums, inverse_tau_T: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(lse_r, H_r or None) of the shard's own distribution, float64 [T].
+
+    lse_r = m/tau + log S,  H_r = log S - ln 2 (sum e d)/S: no terms of opposite sign. A row of
+    -inf alone has lse_r = -inf and H_r = 0.
+    """
+    log_total_T = sums.total[:, 0].double().log()
+    peak_T = _scaled(sums.peak[:, 0].double(), inverse_tau_T)
+    padding_T = peak_T == -math.inf
+    lse_T = torch.where(padding_T, -math.inf, peak_T + log_total_T)
+    if sums.moment is None:
+        return lse_T, None
+    mean_T = sums.moment[:, 0].double() * LN2 / sums.total[:, 0].double()
+    return lse_T, torch.where(padding_T, 0.0, log_total_T - mean_T)
+
+
+def row_factors(
+    a_T: Tensor,
+    b_T: Tensor | None,
+    lse_T: Tensor,
+    inverse_tau_T: Tensor | None,
+    dtype: torch.dtype,
+) -> RowFactors:
+    """Factors, in ``dtype``, for dz_v = p_v (a + b log p_v); all given in float64.
+
+    ``lse_T`` is of the whole vocabulary.
+    """
+    shift_T = (lse_T if inverse_tau_T is None else lse_T / inverse_tau_T).to(dtype)
+    # The shift is rounded, so e = p exp(gap): the small gap is put right here, in float64.
+    gap_T = lse_T - _scaled(shift_T.double(), inverse_tau_T)
+    weight_T = (-gap_T).exp()
+    if b_T is not None:
+        a_T, b_T = a_T - b_T * gap_T, (b_T * weight_T * LN2).to(dtype)[:, None]
+    a_T = (a_T * weight_T).to(dtype)
+    return RowFactors(a_T[:, None], b_T, shift_T[:, None], exp2_rate(inverse_tau_T, dtype))
+
+
+def exp2_rate(inverse_tau_T: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """log2(e)/tau as [T, 1], or None at tau = 1."""
+    return None if inverse_tau_T is None else (inverse_tau_T / LN2).to(dtype)[:, None]
 
 
 def _widened(z_RV: Tensor, buffer_RV: Tensor) -> Tensor:
@@ -131,21 +144,10 @@ def _widened(z_RV: Tensor, buffer_RV: Tensor) -> Tensor:
     return z_RV if z_RV.dtype == buffer_RV.dtype else buffer_RV.copy_(z_RV)
 
 
-def _shifted(
-    wide_RV: Tensor, shift_R: Tensor, inverse_tau_R: Tensor | None, out_RV: Tensor
-) -> None:
-    """out = (z - shift)/tau log2(e). The difference comes first: near the shift it is exact."""
-    torch.sub(wide_RV, shift_R[:, None], out=out_RV)
-    if inverse_tau_R is None:
-        out_RV.mul_(1 / LN2)
-    else:
-        out_RV.mul_((inverse_tau_R / LN2)[:, None].to(out_RV.dtype))
+def _shifted(wide_RV: Tensor, shift_R1: Tensor, rate_R1: Tensor | None, out_RV: Tensor) -> None:
+    """out = (z - shift) rate. The difference comes first: near the shift it is exact."""
+    torch.sub(wide_RV, shift_R1, out=out_RV).mul_(1 / LN2 if rate_R1 is None else rate_R1)
 
 
-def _scaled(z_R: Tensor, inverse_tau_R: Tensor | None) -> Tensor:
-    return z_R.double() if inverse_tau_R is None else z_R.double() * inverse_tau_R
-
-
-def _column(target_R: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    inside_R = (target_R >= 0) & (target_R < columns)
-    return inside_R, target_R.clamp(0, columns - 1)[:, None]
+def _scaled(z_T: Tensor, inverse_tau_T: Tensor | None) -> Tensor:
+    return z_T if inverse_tau_T is None else z_T * inverse_tau_T

@@ -40,6 +40,8 @@ class PolicyLossStep:
             zero the gradients and set ``should_step`` to False; ``report`` in the metrics alone.
         allow_empty_microbatches: accept empty micro-batches although MoE auxiliary losses average over them.
         reuse_logits: write the logits' gradient into their own storage.
+        vocab_size: the tokenizer's. Columns from here on are padding (how many depends on the tensor-parallel size) and no
+            part of the softmax; None: every column of the model is a token, as in Megatron's own cross entropy.
 
     Raises:
         UnsupportedError: a refused mode (`megatron_pgloss.megatron.modes`), or factors that cannot be established.
@@ -56,6 +58,7 @@ class PolicyLossStep:
         on_nonfinite: Literal["raise", "skip", "report"] = "raise",
         allow_empty_microbatches: bool = False,
         reuse_logits: bool = True,
+        vocab_size: int | None = None,
     ) -> None:
         if on_nonfinite not in ("raise", "skip", "report"):
             raise SpecError(f"on_nonfinite={on_nonfinite!r}", expected="'raise', 'skip' or 'report'")
@@ -68,7 +71,7 @@ class PolicyLossStep:
         self.per_token = bool(self.config.calculate_per_token_loss)
         self.schedule_factor = factors.schedule_factor(self.config, self.layout)
         self.wrapper_factor = factors.wrapper_factor(self.chunks, self.layout)
-        self.vocab_size: int | None = getattr(bare[0], "vocab_size", None)
+        self.vocab_size: int | None = vocab_size or getattr(bare[0], "vocab_size", None)
         self._allow_empty, self._reuse = allow_empty_microbatches, reuse_logits
         self._plan: Plan | None = None
         self._routed_tokens = 0
@@ -222,7 +225,7 @@ class PolicyLossStep:
             )
         return token_logprobs(
             logits, micro.targets, temperature=micro.temperature, entropy=entropy, group=self.layout.tp,
-            reuse_logits=self._reuse,
+            vocab_size=self.vocab_size, reuse_logits=self._reuse,
         )  # fmt: skip
 
     def loss_func(self, micro: MicroBatch) -> Callable[..., Any]:

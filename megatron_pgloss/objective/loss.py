@@ -151,12 +151,20 @@ def _user(part: Term, x: Streams) -> Tensor:
 def _weighted(term_N: Tensor, x: Streams, weight_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The term with what is broken or outside selected out, its weighted sum, and where it was broken."""
     bad_N = x.members & ~term_N.detach().isfinite()
-    if x.logp.requires_grad:
-        # A term that is infinite at finite inputs has no usable derivative there: value and gradient are both selected
-        # out.
-        x.logp.register_hook(lambda grad: torch.where(bad_N, 0, grad))
+    _guard(x.logp, x, bad_N)
+    if x.has_entropy:
+        _guard(x.entropy, x, bad_N)
     kept_N = torch.where(x.members & ~bad_N, term_N, 0)
     return kept_N, (kept_N * weight_N).sum(dtype=torch.float64), x.broken | bad_N
+
+
+def _guard(stream_N: Tensor, x: Streams, bad_N: Tensor) -> None:
+    if not stream_N.requires_grad:
+        return
+    # A term that is infinite at finite inputs has no usable derivative there: value and gradient are both selected out.
+    # Outside the members 0 * inf is all that a non-finite gradient can be, or a unit that a broken token belongs to.
+    elsewhere_N = ~x.members | bad_N.any()
+    stream_N.register_hook(lambda grad: torch.where(bad_N | (elsewhere_N & ~grad.isfinite()), 0, grad))
 
 
 def _report(

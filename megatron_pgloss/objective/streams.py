@@ -36,6 +36,8 @@ class Streams:
         """bool [N]: the component's tokens."""
         sampled_N = _flat(micro, "action")
         voters_N = sampled_N & logp_N.detach().isfinite()
+        if entropy_N is not None and _reads_entropy(component):
+            voters_N = voters_N & entropy_N.detach().isfinite()
         self._constants: dict[str, Tensor] = {}
         for name in ("advantages", "old", "rollout", "ref"):
             stream = micro.stream(name)

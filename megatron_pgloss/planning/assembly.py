@@ -28,7 +28,9 @@ def job_counts(spec: LossSpec | None, mine: Tensor) -> Counts:
     for c, part in enumerate(spec.components):
         body = mine[:, HEAD + c * stride : HEAD + (c + 1) * stride]
         sums = body.sum(0).tolist()
-        counts[part.name] = dict(zip((*SLOTS, *why), sums, strict=True))
+        counts[part.name] = dict.fromkeys((*SLOTS, *why), 0)
+        for slot, value in zip((*SLOTS, *why), sums, strict=True):
+            counts[part.name][slot] += value  # two masks of one name share a reason
         if part.divide_by == "weights":
             counts[part.name]["token"] = body[:, SLOTS.index("token")].contiguous().view(torch.float64).sum().item()
         if isinstance(part, PolicyGradient) and counts[part.name]["base"] == 0:
@@ -82,8 +84,12 @@ def token_table(
         "targets": batch.targets_T,
         "turn": found.index["turn"],
         "action": batch.action_T,
-        **{name: stream_T if name == "temperature" else stream_T.to(dtype) for name, stream_T in batch.streams.items()},
+        **{name: stream_T.to(dtype) for name, stream_T in batch.streams.items() if name != "temperature"},
     }
+    if "temperature" in batch.streams:
+        # Nobody trains on the other tokens, and what a sampler reports there may be 0.
+        scored_T = batch.action_T | batch.target_T
+        table["temperature"] = torch.where(scored_T, batch.streams["temperature"], 1.0)
     for c, part in enumerate(local.counts):
         name = part.tokens.component.name
         weight_T = normalizers.weights(c, part, found, totals)

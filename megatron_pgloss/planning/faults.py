@@ -24,8 +24,7 @@ def check(batch: TokenBatch, spec: LossSpec, *, vocab_size: int | None = None) -
     _names(batch, spec)
     _present(batch, spec)
     _first_tokens(batch)
-    _vocabulary(batch, vocab_size)
-    _temperature(batch)
+    check_inputs(batch, vocab_size=vocab_size)
     # Without corrections: those read streams whose values are only judged here.
     plain = spec.replace(corrections=())
     sets = [component_set(batch, part, plain) for part in spec.components]
@@ -33,6 +32,16 @@ def check(batch: TokenBatch, spec: LossSpec, *, vocab_size: int | None = None) -
     _empty_sequences(batch, spec)
     _turns(batch, sets)
     _updated(batch, spec)
+
+
+def check_inputs(batch: TokenBatch, *, vocab_size: int | None = None) -> None:
+    """Raise the first fault of what the model and the log-probs read; all that a forward-only pass can be judged by.
+
+    Raises:
+        DataError: tokens off the vocabulary, temperature not positive.
+    """
+    _vocabulary(batch, vocab_size)
+    _temperature(batch)
 
 
 def _names(batch: TokenBatch, spec: LossSpec) -> None:
@@ -122,6 +131,17 @@ def _finite(batch: TokenBatch, spec: LossSpec, sets: list[ComponentSet]) -> None
                 streams.update(old=batch.streams["old"], rollout=batch.streams["rollout"])
         if part.name in batch.weights:
             streams[f"weights[{part.name!r}]"] = batch.weights[part.name]
+        if part.divide_by == "weights" and part.name in batch.weights:
+            weight_T = batch.weights[part.name]
+            unfit_T = tokens.count_T & ~((weight_T >= 0) & weight_T.isfinite())
+            if bool(unfit_T.any()):
+                at = int(unfit_T.to(torch.int8).argmax())
+                raise DataError(
+                    f"{part.name} divides by its weights, and one is negative or not finite",
+                    expected=">= 0 at every counted token",
+                    got=float(weight_T[at]),
+                    where=where(batch, at, f"weights[{part.name!r}]"),
+                )
         for name, stream_T in streams.items():
             bad_T = member_T & ~stream_T.isfinite()
             if bool(bad_T.any()):

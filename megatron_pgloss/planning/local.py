@@ -4,6 +4,7 @@ rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -41,8 +42,12 @@ def coefficients(spec: LossSpec | None, given: Mapping[str, float] | None) -> di
         return {}
     for name, value in (given or {}).items():
         spec.component(name)
-        if not float("-inf") < float(value) < float("inf"):
-            raise DataError(f"coef[{name!r}] is not finite", got=value)
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise DataError(f"coef[{name!r}] is not a finite number", got=repr(value))
     return {part.name: float((given or {}).get(part.name, part.coef)) for part in spec.components}
 
 
@@ -54,15 +59,16 @@ def prepare(
     Raises:
         DataError: the first fault, see `faults.check`.
     """
-    for item in batches:
-        if not isinstance(item, TokenBatch):
-            raise DataError("plan takes TokenBatch objects", got=type(item).__name__, fix="TokenBatch.from_padded(...)")
+    if not isinstance(batches, Sequence) or not all(isinstance(item, TokenBatch) for item in batches):
+        got = [type(item).__name__ for item in batches] if isinstance(batches, Sequence) else type(batches).__name__
+        raise DataError("plan takes a list of TokenBatch objects", got=got, fix="plan([batch], spec, ...)")
     batch = concatenate(batches)
     if batch is None:
         return Local()
     parts = bins(split, batch.lengths_S.tolist(), arrangement.multiple)
     found = units.find(batch)
     if spec is None:
+        faults.check_inputs(batch, vocab_size=vocab_size)
         return Local(batch=batch, units=found, parts=parts)
     faults.check(batch, spec, vocab_size=vocab_size)
     empty_S = faults.empty_rows(batch, spec)

@@ -83,7 +83,8 @@ class MicroBatch:
     def _known(self, kind: str, name: str) -> Tensor:
         stream = self.stream(f"{kind}/{name}")
         if stream is None:
-            raise DataError(f"no component {name!r} in this step", expected=", ".join(self.plan.spec.names))
+            names = self.plan.spec.names if self.plan.spec is not None else ()
+            raise DataError(f"no component {name!r} in this step", expected=", ".join(names) or "a plan with a spec")
         return stream
 
     def weight(self, name: str) -> Tensor:

@@ -52,7 +52,14 @@ def minibatches(
         if ranks.world_size == 1:
             raise
         fault = error
-    order = {key: place for place, key in enumerate(_everywhere(keys, ranks))}
+    broken_here = fault is not None or any(batch.fault is not None for batch in batches)
+    everywhere, whole = _everywhere(keys, broken_here, ranks)
+    order = {key: place for place, key in enumerate(everywhere)}
+    if whole and len(order) < count:
+        # The same on every rank, and better said here than as a step without a single action.
+        raise DataError(
+            f"fewer {by}s than steps", expected=f"at least {count}", got=len(order), fix=f"minibatches(..., {len(order)})"
+        )
     for step in range(count):
         if fault is not None:
             yield [broken(fault)]
@@ -80,11 +87,14 @@ def _key(batch: TokenBatch, row: int, by: str, seed: int, world: int) -> tuple[i
     return (int.from_bytes(raw[:8], "big", signed=True), int.from_bytes(raw[8:], "big", signed=True))
 
 
-def _everywhere(keys: list[list[tuple[int, int]]], ranks: Ranks) -> list[tuple[int, int]]:
+def _everywhere(
+    keys: list[list[tuple[int, int]]], broken_here: bool, ranks: Ranks
+) -> tuple[list[tuple[int, int]], bool]:
+    """Keys of all ranks' units in order, and whether no rank carries an error."""
     mine = sorted({key for of in keys for key in of})
-    size = ranks.gather(torch.tensor([len(mine)]), ranks.world, ranks.world_size)
-    rows = torch.zeros(int(size.max()), 3, dtype=torch.int64)
+    sizes = ranks.gather(torch.tensor([len(mine), int(broken_here)]), ranks.world, ranks.world_size)
+    rows = torch.zeros(int(sizes[:, 0].max()), 3, dtype=torch.int64)
     for i, key in enumerate(mine):
         rows[i] = torch.tensor((1, *key))
     table = ranks.gather(rows, ranks.world, ranks.world_size).reshape(-1, 3)
-    return sorted({(int(a), int(b)) for flag, a, b in table.tolist() if flag})
+    return sorted({(int(a), int(b)) for flag, a, b in table.tolist() if flag}), not bool(sizes[:, 1].any())

@@ -39,7 +39,9 @@ def local_counts(tokens: ComponentSet, units: Units, present_S: Tensor) -> Local
     Args:
         present_S: bool [S]: rows that exist (not padding, not excluded), for ``units="all"``.
     """
-    count_T = tokens.count_T
+    weighted = tokens.component.divide_by == "weights"
+    # A token of weight 0 adds nothing to a sum of weights, so it does not make its unit count either.
+    count_T = tokens.count_T & (tokens.user_T != 0) if weighted else tokens.count_T
     alive: dict[str, Tensor] = {}
     for unit, size in units.size.items():
         index_T = units.index[unit]
@@ -47,7 +49,6 @@ def local_counts(tokens: ComponentSet, units: Units, present_S: Tensor) -> Local
         alive[unit] = torch.zeros(size, dtype=torch.bool).index_fill_(0, index_T[inside_T], True)
         if tokens.component.units == "all":
             alive[unit] = present_S if unit == "sequence" else _holds_row(units, unit, present_S)
-    weighted = tokens.component.divide_by == "weights"
     value_T = torch.where(count_T, tokens.user_T, 0) if weighted else count_T.to(torch.int64)
     totals: dict[str, int | float] = {unit: int(alive[unit].sum()) for unit in ("sequence", "turn")}
     totals["token"] = value_T.sum().item()
@@ -131,7 +132,7 @@ class Totals:
         self._table = table
         keys, inverse = torch.unique(table[:, 1:3], dim=0, return_inverse=True)
         self._groups[unit] = (keys, inverse)
-        if unit == "episode":
+        if unit == "episode" and bool(table[:, 3:5].any()):  # keys of prompts are 0 where no prompt ids were given
             self._groups["prompt"] = torch.unique(table[:, 3:5], dim=0, return_inverse=True)
         for c, totals in enumerate(self.batch):
             for name, (names, of_row) in self._groups.items():
@@ -165,6 +166,8 @@ class Totals:
 def weights(c: int, part: LocalCounts, units: Units, totals: Totals) -> Tensor:
     """Per-token weight of one component: 0 outside its members. float64 [T]."""
     member_T = part.tokens.member_T
+    # Members with a factor are counted, so their divisors are positive; elsewhere the weight is 0 whatever they are.
+    live_T = member_T & (part.tokens.factor_T != 0)
     weight_T = torch.ones(member_T.shape, dtype=torch.float64)
     parent: str | None = None
     for level in part.tokens.component.path.levels:
@@ -172,17 +175,18 @@ def weights(c: int, part: LocalCounts, units: Units, totals: Totals) -> Tensor:
             divisor_T = torch.full_like(weight_T, level.divisor)
         elif level.average:
             parents = 1 if parent is None else totals.batch[c][parent]
-            mean = totals.batch[c][level.unit] / parents if parents else 1.0
+            mean = totals.batch[c][level.unit] / parents if parents else 0.0
             divisor_T = torch.full_like(weight_T, mean)
         elif level.power is None:
             divisor_T = torch.ones_like(weight_T)
         elif parent is None:
-            divisor_T = torch.full_like(weight_T, float(totals.batch[c][level.unit]) ** level.power)
+            # Without a counted unit there is no member either; a negative power of 0 must not be taken.
+            count = float(totals.batch[c][level.unit]) or 1.0
+            divisor_T = torch.full_like(weight_T, count**level.power)
         else:
             per_unit = totals.children(c, part, units, level.unit, parent).to(torch.float64) ** level.power
             index_T = torch.where(member_T, units.index[parent], 0)
             divisor_T = per_unit[index_T] if per_unit.numel() else torch.ones_like(weight_T)
-        # Members are counted, so their divisors are positive; elsewhere the value is never used.
-        weight_T = weight_T / torch.where(member_T, divisor_T, 1.0)
+        weight_T = weight_T / torch.where(live_T, divisor_T, 1.0)
         parent = level.unit
-    return torch.where(member_T, weight_T * part.tokens.factor_T, 0.0)
+    return torch.where(live_T, weight_T * part.tokens.factor_T, 0.0)

@@ -152,15 +152,16 @@ def plan(
     ranks = ranks or _ranks(group)
     arrangement = arrangement or Arrangement(multiple=split.multiple_of)
     error: PGLossError | None = None
-    local = Local()
+    local, counted = Local(), torch.zeros(0, dtype=torch.int64)
     try:
         coefs = coefficients(spec, coef)
         local = prepare(batches, spec, split, arrangement, vocab_size)
+        counted = body(local)
     except PGLossError as caught:
         # Raised below, on every rank alike.
         error, coefs = caught, {}
     setup = agreement.digest(repr((split, arrangement, interleaved, vocab_size, sorted(coefs.items()))).encode())
-    row = agreement.pack(head(local, spec, arrangement, ranks, setup), body(local), error)
+    row = agreement.pack(head(local, spec, arrangement, ranks, setup), counted, error)
     rows = ranks.gather(row, ranks.world, ranks.world_size)
     agreement.raise_agreed(rows)
     return _assemble(local, spec, coefs, split, arrangement, ranks, rows, interleaved)

@@ -39,7 +39,7 @@ def report(plan: Plan) -> str:
         what = "members" if part.count == "members" else part.count
         lines.append(f"  counted ({what}, units {part.units}): {levels}")
         lines.append(f"  trains {counts['members']} of {counts['base']} tokens, {counts['live']} can move the policy")
-        for reason in reasons(plan.spec):
+        for reason in dict.fromkeys(reasons(plan.spec)):
             if counts[reason]:
                 lines.append(f"  {counts[reason]} tokens out: {reason}")
         if not counts["members"]:

@@ -116,9 +116,9 @@ def _by_default(mask: DropTruncated | DropZeroAdvantage | UserMask, component: C
 
 def _taken(batch: TokenBatch, mask: DropTruncated | DropZeroAdvantage | UserMask) -> Tensor:
     if isinstance(mask, DropTruncated):
-        return _tokens_ended(batch, Termination.TRUNCATED) & batch.action_T
+        return _tokens_ended(batch, Termination.TRUNCATED)
     if isinstance(mask, DropZeroAdvantage):
-        return (batch.streams["advantages"] == 0) & batch.action_T
+        return batch.streams["advantages"] == 0
     return ~batch.masks[mask.name]
 
 

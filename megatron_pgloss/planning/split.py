@@ -33,7 +33,8 @@ class Split:
 
     def __post_init__(self) -> None:
         given = [value for value in (self.sequences, self.microbatches, self.max_tokens) if value is not None]
-        if len(given) != 1 or given[0] < 1 or self.multiple_of < 1:
+        whole = all(type(value) is int and value > 0 for value in (*given, self.multiple_of))
+        if len(given) != 1 or not whole:
             raise SpecError(
                 "Split takes exactly one of sequences, microbatches and max_tokens",
                 expected="a positive integer",

@@ -130,6 +130,8 @@ class TokenBatch:
         """
         if name not in STREAMS:
             raise DataError(f"no stream {name!r}", expected=", ".join(STREAMS))
+        if stream_T.dtype not in (torch.float32, torch.float64):
+            raise DataError(f"stream {name!r} has the wrong dtype", expected="float32 or float64", got=stream_T.dtype)
         if stream_T.shape != self.tokens_T.shape:
             raise DataError(
                 f"stream {name!r} has the wrong length",

@@ -153,7 +153,7 @@ def _assemble(
     action_T = checks.boolean("action_mask", take("action_mask", action_mask))
     target_T = _observations(take, more.pop("observation_mask", None), action_T)
     turn_ids = more.pop("turn_ids", None)
-    turn_T = turns(action_T, lengths_S) if turn_ids is None else take("turn_ids", turn_ids).to(torch.int64)
+    turn_T = turns(action_T, lengths_S) if turn_ids is None else checks.whole("turn_ids", take("turn_ids", turn_ids))
     low = tuple(more.pop("allow_low_precision", ()))
     ids = {name: _ids(name, more.pop(name, None), take.rows) for name in ("prompt_ids", "episode_ids", "sample_ids")}
     terminations = _terminations(more.pop("terminations", None), take.rows)
@@ -207,16 +207,21 @@ def _observations(take: _Take, mask: Tensor | None, action_T: Tensor) -> Tensor:
     observation_T = checks.boolean("observation_mask", take("observation_mask", mask))
     both = observation_T & action_T
     if bool(both.any()):
+        at, ends_S = int(both.to(torch.int8).argmax()), take.lengths_S.cumsum(0)
+        row = int(torch.searchsorted(ends_S, at, right=True))
         raise DataError(
             "a token is marked as action and as observation",
             expected="one author per token",
             got=f"{int(both.sum())} such tokens",
+            where=f"row {row}, token {at - int(ends_S[row] - take.lengths_S[row])}",
             fix="observation_mask must be false where the policy sampled",
         )
     return observation_T
 
 
 def _named(take: _Take, given: Mapping[str, Tensor] | None, argument: str, check: Any) -> dict[str, Tensor]:
+    if given is not None and not isinstance(given, Mapping):
+        raise DataError(f"{argument} must name its tensors", expected="{name: tensor}", got=type(given).__name__)
     return {
         name: check(f"{argument}[{name!r}]", take(f"{argument}[{name!r}]", value))
         for name, value in (given or {}).items()

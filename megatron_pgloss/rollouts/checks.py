@@ -50,12 +50,15 @@ def tokens(value: Any, shape: tuple[int | None, ...]) -> None:
 
 def lengths(value: Any, rows: int | None) -> Tensor:
     """int64 [S] of non-negative lengths."""
-    lengths_S = torch.as_tensor(value, dtype=torch.int64, device="cpu") if value is not None else None
-    if lengths_S is None or lengths_S.dim() != 1 or (rows is not None and lengths_S.numel() != rows):
+    try:
+        given = torch.as_tensor(value, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError("lengths must be whole numbers", expected="int64 [S] or a list of int") from error
+    # An empty list has no type of its own.
+    lengths_S = whole("lengths", given) if given.numel() else given.to(torch.int64)
+    if lengths_S.dim() != 1 or (rows is not None and lengths_S.numel() != rows):
         raise DataError(
-            "lengths has the wrong shape",
-            expected=f"[{'S' if rows is None else rows}]",
-            got=None if lengths_S is None else list(lengths_S.shape),
+            "lengths has the wrong shape", expected=f"[{'S' if rows is None else rows}]", got=list(lengths_S.shape)
         )
     if lengths_S.numel() and int(lengths_S.min()) < 0:
         raise DataError("a length is negative", got=int(lengths_S.min()), where=f"row {int(lengths_S.argmin())}")
@@ -64,6 +67,8 @@ def lengths(value: Any, rows: int | None) -> Tensor:
 
 def contiguous(attention_mask: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Lengths and offsets of the one unbroken run of every row."""
+    if not isinstance(attention_mask, Tensor):
+        raise DataError("attention_mask is not a tensor", expected="bool [B, L]", got=type(attention_mask).__name__)
     mask_BL = boolean("attention_mask", attention_mask.detach().cpu())
     if tuple(mask_BL.shape) != shape:
         raise DataError("attention_mask has the wrong shape", expected=list(shape), got=list(mask_BL.shape))
@@ -79,7 +84,15 @@ def contiguous(attention_mask: Tensor, shape: tuple[int, int]) -> tuple[Tensor, 
             where=f"row {row}",
             fix="pad on one side only; several sequences in one row go through from_packed",
         )
-    return lengths_S, mask_BL.to(torch.int8).argmax(1)
+    # The column where the run begins: what lies before it.
+    return lengths_S, (mask_BL.cumsum(1) == 0).sum(1)
+
+
+def whole(name: str, value: Tensor) -> Tensor:
+    """An integer tensor, as int64."""
+    if value.dtype == torch.bool or value.is_floating_point() or value.is_complex():
+        raise DataError(f"{name} must be whole numbers", expected="torch.int64", got=value.dtype)
+    return value.to(torch.int64)
 
 
 def boolean(name: str, value: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def _build(traces: list[Trace], roles: RoleTable) -> TokenBatch:
     lengths_S = torch.tensor([sum(len(span.tokens) for span in trace.spans) for trace in traces], dtype=torch.int64)
     spans = [span for trace in traces for span in trace.spans]
     counts = torch.tensor([len(span.tokens) for span in spans], dtype=torch.int64)
-    authors = [Author(span.author) for span in spans]
+    authors = [_author(span) for span in spans]
     words = tuple(dict.fromkeys([*(author.value for author in authors), *(span.role for span in spans)]))
 
     def spread(values: list[int] | list[bool] | list[float]) -> Tensor:
@@ -109,6 +109,14 @@ def _build(traces: list[Trace], roles: RoleTable) -> TokenBatch:
     return _assemble(take, tokens_T, action_T, torch.zeros_like(lengths_S), width, more)
 
 
+def _author(span: Span) -> Author:
+    try:
+        return Author(span.author)
+    except ValueError:
+        known = ", ".join(author.value for author in Author)
+        raise DataError("a span has an unknown author", expected=known, got=repr(span.author)) from None
+
+
 def _all_or_none(values: list, name: str) -> list | None:  # type: ignore[type-arg]
     absent = [value is None for value in values]
     if all(absent):
@@ -119,7 +127,7 @@ def _all_or_none(values: list, name: str) -> list | None:  # type: ignore[type-a
 
 
 def _logprobs(traces: list[Trace], spans: list[Span]) -> Tensor | None:
-    policy = [span for span in spans if Author(span.author) is Author.POLICY and len(span.tokens)]
+    policy = [span for span in spans if _author(span) is Author.POLICY and len(span.tokens)]
     given = [span.logprobs is not None for span in policy]
     if not any(given):
         return None

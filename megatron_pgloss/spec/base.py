@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
+import re
+from types import MappingProxyType
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -24,13 +26,24 @@ class Part(BaseModel):
         except ValidationError as error:
             raise _as_spec_error(type(self).__name__, error) from None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise SpecError(f"{type(self).__name__} is immutable", got=f"{name} = {value!r}", fix=f"x.replace({name}=...)")
+
     def replace(self, **changes: Any) -> Any:
         """A copy with some fields changed, validated like a new one."""
         return type(self)(**{**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickling by fields: the spec travels to spawned processes and through broadcasts.
-        return _rebuild, (type(self), {name: getattr(self, name) for name in type(self).model_fields})
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        # A read-only view does not pickle; what it shows does.
+        return _rebuild, (
+            type(self),
+            {name: dict(value) if isinstance(value, MappingProxyType) else value for name, value in fields.items()},
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        return self  # immutable
 
 
 def _rebuild(kind: type[Part], fields: dict[str, Any]) -> Part:
@@ -59,10 +72,10 @@ def _as_spec_error(owner: str, error: ValidationError) -> SpecError:
         return cause
     where = ".".join(str(step) for step in first["loc"]) or owner
     got = first.get("input")
-    hint = None
-    if first["type"] in ("literal_error", "union_tag_invalid") and isinstance(got, str):
-        words = [word for word in str(first["ctx"]).split("'") if word.isidentifier()]
-        hint = nearest(got, words)
+    context = first.get("ctx", {})
+    # The allowed words stand in quotes, under one key or the other; of a union the word is the tag.
+    words = re.findall(r"'(\w+)'", str(context.get("expected") or context.get("expected_tags") or ""))
+    hint = nearest(str(context.get("tag", got)), words) if words else None
     shown = f"{got!r}"
     return SpecError(
         f"{owner}.{where}: {first['msg']}", got=shown if len(shown) < 200 else shown[:200] + "...", fix=hint

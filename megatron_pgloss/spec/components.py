@@ -145,7 +145,11 @@ class Term(Component):
 
     def to_import_path(self) -> str:
         """``"pkg.mod:name"`` of the function."""
-        return self.fn if isinstance(self.fn, str) else f"{self.fn.__module__}:{self.fn.__qualname__}"
+        if isinstance(self.fn, str):
+            return self.fn
+        # An object that is called (a partial, a module) has no name of its own.
+        name = getattr(self.fn, "__qualname__", f"<{type(self.fn).__qualname__}>")
+        return f"{getattr(self.fn, '__module__', type(self.fn).__module__)}:{name}"
 
     @property
     def over(self) -> Literal["action", "observation"]:

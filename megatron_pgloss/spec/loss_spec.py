@@ -59,7 +59,7 @@ class LossSpec(Part):
             "masks": ["drop_truncated", "drop_zero_advantage", "user_mask"],
             "corrections": ["truncated_is"],
         }[info.field_name or ""]
-        for part in parts:
+        for part in parts if isinstance(parts, list | tuple) else ():
             kind = part.get("kind") if isinstance(part, dict) else known[0]
             if kind not in known:
                 raise SpecError(
@@ -72,10 +72,12 @@ class LossSpec(Part):
     @model_validator(mode="after")
     def _consistent(self) -> LossSpec:
         names = self.names
+        policy = any(isinstance(part, PolicyGradient) for part in self.components)
         for rule in (*self.masks, *self.corrections):
             for name in rule.on or ():
-                # DropZeroAdvantage names rl by default, which a ce-only spec does not have.
-                if name not in names and not isinstance(rule, DropZeroAdvantage):
+                # A rule that names rl by default is at home in a spec without a policy gradient, and idle there.
+                idle = isinstance(rule, DropZeroAdvantage) and rule.on == ("rl",) and not policy
+                if name not in names and not idle:
                     raise SpecError(
                         f"{type(rule).__name__} acts on {name!r}, which is not a component",
                         expected=", ".join(names),

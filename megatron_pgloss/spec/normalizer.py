@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_pgloss.errors import SpecError
+from megatron_pgloss.spec.base import nearest
 
 Unit = Literal["prompt", "episode", "sequence", "turn", "token"]
 UNITS: tuple[Unit, ...] = ("prompt", "episode", "sequence", "turn", "token")
@@ -117,7 +118,7 @@ def _level(part: str, whole: str) -> Level:
             f"normalizer {whole!r}: cannot read the level {part!r}",
             expected="mean(UNIT) or sum(UNIT)[/divisor], UNIT of " + ", ".join(UNITS),
             got=repr(part),
-            fix="for example 'mean(sequence) > mean(token)', or one of " + ", ".join(ALIASES),
+            fix=_hint(part, match) or "for example 'mean(sequence) > mean(token)', or one of " + ", ".join(ALIASES),
         )
     operation, unit, divisor = match[1], match[2], match[3]
     if operation == "mean":
@@ -137,6 +138,10 @@ def _level(part: str, whole: str) -> Level:
     if number <= 0:
         raise SpecError(f"normalizer {whole!r}: divisor must be positive", expected="> 0", got=divisor)
     return Level("sum", unit, divisor=number)  # type: ignore[arg-type]
+
+
+def _hint(part: str, match: re.Match[str] | None) -> str | None:
+    return nearest(part, [*ALIASES, *_REFUSED]) if match is None else nearest(match[2], list(UNITS))
 
 
 def _number(text: str, whole: str) -> float:

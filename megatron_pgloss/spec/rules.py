@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_serializer, field_validator
 
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec.base import Part
@@ -13,11 +15,11 @@ Scope = tuple[str, ...] | None
 
 
 class DropTruncated(Part):
-    """Take the action tokens of truncated sequences out (DAPO 2503.14476, overlong filtering)."""
+    """Take the tokens of truncated sequences out of components (DAPO 2503.14476, overlong filtering)."""
 
     kind: Literal["drop_truncated"] = "drop_truncated"
     on: Scope = None
-    """Names of the components it acts on; None: all."""
+    """Names of the components it acts on; None: all that run over action tokens."""
 
     @property
     def reason(self) -> str:
@@ -26,10 +28,10 @@ class DropTruncated(Part):
 
 
 class DropZeroAdvantage(Part):
-    """Take action tokens whose advantage is exactly 0 out of the numerator and the counts."""
+    """Take tokens whose advantage is exactly 0 out of the numerator and the counts."""
 
     kind: Literal["drop_zero_advantage"] = "drop_zero_advantage"
-    on: Scope = ("rl",)
+    on: tuple[str, ...] = ("rl",)
     """Names of the components it acts on; by default ``rl`` alone, so that a failed rollout still feeds ``ce``."""
 
     @property
@@ -73,14 +75,21 @@ class RoleTable(Part):
     naming one replaces the default whole.
     """
 
-    ce: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None = None
+    ce: Mapping[str, Annotated[float, Field(allow_inf_nan=False)]] | None = None
 
     @field_validator("ce")
     @classmethod
-    def _not_empty(cls, table: dict[str, float] | None) -> dict[str, float] | None:
+    def _closed(cls, table: Mapping[str, float] | None) -> Mapping[str, float] | None:
         if table is not None and not table:
             raise SpecError("roles.ce is an empty table", fix="leave it out, or name at least one role")
-        return table
+        return None if table is None else MappingProxyType(dict(table))
+
+    @field_serializer("ce")
+    def _plain(self, table: Mapping[str, float] | None) -> dict[str, float] | None:
+        return None if table is None else dict(table)
+
+    def __hash__(self) -> int:
+        return hash(None if self.ce is None else frozenset(self.ce.items()))
 
 
 Mask = Annotated[DropTruncated | DropZeroAdvantage | UserMask, Field(discriminator="kind")]

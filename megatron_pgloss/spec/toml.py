@@ -6,6 +6,7 @@ Reading is the standard library's `tomllib`; it has no writer, and a spec needs 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 
@@ -20,9 +21,9 @@ def _table(data: dict[str, Any], path: str, lines: list[str]) -> None:
     present = {key: value for key, value in data.items() if value is not None}
     for key, value in present.items():
         if not isinstance(value, dict) and not _is_tables(value):
-            lines.append(f"{key} = {_value(value)}")
+            lines.append(f"{_key(key)} = {_value(value)}")
     for key, value in present.items():
-        name = f"{path}{key}"
+        name = f"{path}{_key(key)}"
         if isinstance(value, dict):
             lines += ["", f"[{name}]"]
             _table(value, f"{name}.", lines)
@@ -36,11 +37,20 @@ def _is_tables(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, dict) for item in value)
 
 
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _string(key)
+
+
+def _string(text: str) -> str:
+    # JSON's escapes are TOML's, but for surrogate pairs (so no ASCII form) and DEL.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str):
-        return json.dumps(value)
+        return _string(value)
     return "[" + ", ".join(_value(item) for item in value) + "]"

@@ -53,9 +53,10 @@ class Placement:
 
 def unwrap(chunk: torch.nn.Module) -> Any:
     """The GPTModel inside DDP and Float16Module."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
+    inner: Any = chunk
+    while hasattr(inner, "module"):
+        inner = inner.module
+    return inner
 
 
 def as_chunks(chunks: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:

@@ -7,6 +7,7 @@ gather order (rank 0's tokens, rank 1's, ...).
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -66,7 +67,7 @@ def _layout_thd(cu_seqlens: list[int], local: int, cp: int) -> tuple[torch.Tenso
             got=cu_seqlens[-1],
             fix="count padding at the end of the row as a document, or as padding of the last one",
         )
-    lengths = [end - start for start, end in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
+    lengths = [end - start for start, end in itertools.pairwise(cu_seqlens)]
     position, document = [], []
     for rank in range(cp):
         for index, length in enumerate(lengths):

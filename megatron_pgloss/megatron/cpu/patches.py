@@ -118,10 +118,12 @@ def _patch_torch_cuda() -> None:
     def current_device() -> torch.device:
         return _CPU  # used as device=torch.cuda.current_device() in some 200 places
 
-    def nothing(*_: object, **__: object) -> None: ...
+    def nothing() -> Callable[..., None]:
+        # A function of its own for each name: torch._dynamo keeps a rule per object, and refuses one object with two.
+        return lambda *_, **__: None
 
-    def stream(*_: object, **__: object) -> _Stream:
-        return _Stream()
+    def stream() -> Callable[..., _Stream]:
+        return lambda *_, **__: _Stream()
 
     def get_rng_state(device: object = None) -> torch.Tensor:
         return generator.get_state()
@@ -134,14 +136,14 @@ def _patch_torch_cuda() -> None:
 
     for name, value in {
         "current_device": current_device,
-        "synchronize": nothing,  # after every batched pipeline message
-        "set_device": nothing,
-        "empty_cache": nothing,
+        "synchronize": nothing(),  # after every batched pipeline message
+        "set_device": nothing(),
+        "empty_cache": nothing(),
         "Stream": _Stream,  # all-to-all dispatcher of the experts
         "Event": _Event,
-        "current_stream": stream,  # 0.19: every start_grad_sync
-        "default_stream": stream,
-        "stream": stream,
+        "current_stream": stream(),  # 0.19: every start_grad_sync
+        "default_stream": stream(),
+        "stream": stream(),
         "get_rng_state": get_rng_state,
         "set_rng_state": set_rng_state,
         "manual_seed": manual_seed,

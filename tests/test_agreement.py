@@ -1,0 +1,219 @@
+"""Bad input on one rank is the same error on every rank, in seconds; and what is agreed is what one process would count.
+
+Worlds of four and of two. The limit of 20 s per case is for a rank that waits for another: a case that hangs ends in
+the world's deadline instead.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import faulty
+import jobs
+import pytest
+import torch
+import torch.distributed as dist
+from faulty import GUILTY, dealt, outcome, padded, plan_faults
+from worlds import run_world
+
+import megatron_pgloss as pg
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
+LIMIT = 20.0
+SPLIT = pg.Split(sequences=2)
+PATHS = [
+    "mean(token)",
+    "mean(sequence) > mean(token)",
+    "mean(sequence) > sum(token)",
+    "sum(sequence) > sum(token)/4096",
+    "mean(prompt) > mean(token)",
+    "mean(episode) > mean(token)",
+    "mean(prompt) > mean(episode) > mean(token)",
+    "mean(prompt) > mean(episode) > mean(sequence) > mean(turn) > mean(token)",
+    "mean(episode) > mean(turn) > mean(token)",
+    "mean(prompt) > sum(token)/sqrt",
+    "mean(episode) > sum(token)/pow(0.3)",
+    "mean(prompt) > sum(episode)/avg > sum(token)/avg",
+]
+
+
+def disagreements(rank: int, world: int) -> dict[str, tuple[str, str, float]]:
+    """Every rank is right by itself; together they are not. Also two faults at once, long texts, and what is legal."""
+    import megatron_pgloss.planning.local as local
+
+    me, rows, spec = rank == GUILTY, dealt(rank, world), faulty.spec()
+    given = padded(rows)
+
+    def planned(given: Any = given, spec: Any = spec, split: Any = SPLIT, batches: Any = None, **more: Any) -> Callable:
+        def call() -> Any:
+            made = [pg.TokenBatch.from_padded(**given)] if batches is None else batches
+            return pg.plan(made, spec, split=split, group=dist.group.WORLD, **more)
+
+        return call
+
+    found = {}
+    dapo = pg.presets.dapo()
+    found["specs"] = outcome(planned(spec=pg.presets.dapo(high=0.29) if me else dapo))
+    found["splits"] = outcome(planned(split=pg.Split(sequences=3) if me else SPLIT))
+    found["coefficients"] = outcome(planned(coef={"kl": 0.5} if me else None))
+    ours, local.__version__ = local.__version__, "other" if me else local.__version__
+    found["versions"] = outcome(planned())
+    local.__version__ = ours
+    fewer = {key: value for key, value in given.items() if key != "ref_logprobs"}
+    found["a stream on some ranks"] = outcome(planned(fewer if me else given, dapo))
+    found["temperature on some ranks"] = outcome(planned(given | {"temperature": 0.9} if me else given))
+    found["a mask on some ranks"] = outcome(planned(given | {"masks": {}} if me else given, dapo))
+    found["ids on some ranks"] = outcome(planned(given | {"sample_ids": None} if me else given))
+    weights = {"weights": {"rl": torch.ones_like(given["old_logprobs"])}}
+    found["weights on some ranks"] = outcome(planned(given | weights if me else given))
+    found["two faulty ranks"] = outcome(planned(faulty.first_token(given) if rank in (1, 3) else given))
+    names = {"sample_ids": [f"{'long ' * 600}{i}" for i in range(len(rows))]}
+    found["a long name"] = outcome(planned(faulty.at_action(given | names, "old_logprobs", float("nan")) if me else given))
+    found["over the token budget"] = outcome(planned(split=pg.Split(max_tokens=39)))
+    found["no batch object"] = outcome(planned(batches=[given] if me else None))
+    pair = [pg.TokenBatch.from_padded(**given), pg.TokenBatch.from_padded(**fewer)]
+    found["batches that differ"] = outcome(planned(batches=pair if me else None, spec=dapo))
+    found["unknown coefficient"] = outcome(planned(coef={"ratio": 1.0} if me else {}))
+    nothing = {key: torch.zeros_like(given[key]) for key in ("action_mask", "observation_mask")}
+    observed = nothing | {"observation_mask": torch.arange(given["tokens"].shape[1]).expand_as(given["tokens"]) > 0}
+    ce = pg.LossSpec(components=[pg.PolicyGradient(), pg.CrossEntropy()])
+    found["no action anywhere"] = outcome(planned(given | observed, ce))
+    many = pg.LossSpec(components=[pg.Entropy(name=f"h{i}") for i in range(20)])
+    found["too many components"] = outcome(planned(batches=[] if me else None, spec=many))
+    found["no rows anywhere"] = outcome(planned(batches=[]))
+    # Legal: no rows here, no action here, values outside a component.
+    found["legal: no rows here"] = outcome(planned(batches=[] if me else None))
+    found["legal: no action here"] = outcome(planned(given | observed if me else given, ce))
+    noise = torch.where(given["action_mask"], given["old_logprobs"], float("nan"))
+    found["legal: NaN outside"] = outcome(planned(given | {"old_logprobs": noise} if me else given))
+    batch = pg.TokenBatch.from_padded(**given)
+    found["group None"] = outcome(lambda: pg.plan([batch], spec, split=SPLIT))
+    found["group of another name"] = outcome(lambda: pg.plan([batch], spec, split=SPLIT, group="global"))
+    found["legal: group local"] = outcome(lambda: pg.plan([batch], spec, split=SPLIT, group="local"))
+    return found
+
+
+def replicas(rank: int, world: int) -> dict[str, tuple[str, str, float]]:
+    """Tensor, context and pipeline ranks of one data-parallel rank with different batches; the step's own checks."""
+    from megatron_pgloss import megatron as pgm
+    from megatron_pgloss.verify.models import destroy_parallel
+
+    found = {}
+    for axis in ("tp", "pp", "cp"):
+        job = jobs.Job(**{axis: 2})
+        chunks, where = jobs.build(job)
+        step = pgm.PolicyLossStep(faulty.spec(), chunks[0], split=SPLIT)
+        rows = jobs.share(jobs.rows_of_step(0), where.dp_rank, where.dp)
+        batch, me = jobs.batch_of(rows), rank == GUILTY
+        turned = batch.select(range(len(batch) - 1, -1, -1))
+        other = batch.with_stream("old", batch.streams["old"] - 1e-9)
+        found[f"{axis}: another order"] = outcome(lambda: step.begin([turned if me else batch]))
+        found[f"{axis}: another value"] = outcome(lambda: step.begin([other if me else batch]))
+        found[f"{axis}: no rows"] = outcome(lambda: step.begin([] if me else [batch]))
+        off = replace(batch, tokens_T=torch.where(torch.arange(batch.tokens_T.numel()) == 3, 32, batch.tokens_T))
+        found[f"{axis}: off the vocabulary"] = outcome(lambda: step.begin([off if me else batch]))
+        found[f"{axis}: off the vocabulary, in score"] = outcome(lambda: step.score([off if me else batch], into="old"))
+        found[f"{axis}: legal"] = outcome(lambda: step.begin([batch]))
+        found[f"{axis}: legal, one replica without rows"] = outcome(lambda: step.begin([batch] if where.dp_rank else []))
+        found[f"{axis}: nobody has rows"] = outcome(lambda: step.begin([]))
+        del chunks, step
+        destroy_parallel()
+        gc.collect()
+    return found
+
+
+def all_faults(rank: int, world: int) -> dict[str, tuple[str, str, float]]:
+    found = plan_faults(rank, world) | disagreements(rank, world)
+    return found | replicas(rank, world) | {"places": (faulty.action_place(padded(dealt(GUILTY, world))), "", 0.0)}
+
+
+@pytest.fixture(scope="module")
+def faults() -> list[dict[str, tuple[str, str, float]]]:
+    return run_world(all_faults, 4, timeout=150)
+
+
+def agreed(faults: Any, name: str) -> tuple[str, str]:
+    """The one error that all ranks raised."""
+    seen = {by_rank[name][:2] for by_rank in faults}
+    assert len(seen) == 1, seen
+    assert max(by_rank[name][2] for by_rank in faults) < LIMIT
+    return seen.pop()
+
+
+@pytest.mark.parametrize("name", [*faulty.BUILD, *faulty.PLAN])
+def test_one_ranks_fault_is_the_same_error_everywhere(name: str, faults: Any) -> None:
+    fault = (faulty.BUILD | faulty.PLAN)[name]
+    kind, text = agreed(faults, name)
+    assert kind == fault.kind
+    assert f"rank {GUILTY}" in text
+    assert [words for words in fault.words if words not in text] == [], text
+
+
+@pytest.mark.parametrize(("name", "stream"), [("NaN in old", "old"), ("inf in ref", "ref"), ("temperature 0", "temp")])
+def test_the_error_names_rank_sample_position_and_stream(name: str, stream: str, faults: Any) -> None:
+    _, text = agreed(faults, name)
+    place = faults[0]["places"][0] if name != "temperature 0" else "sample 's"
+    assert f"rank {GUILTY}, {place}" in text
+    assert f"stream '{stream}" in text
+
+
+DISAGREE = {
+    "specs": ("LayoutError", ("different loss specs", "rank 0 and rank 2")),
+    "splits": ("LayoutError", ("differ in split", "rank 0 and rank 2")),
+    "coefficients": ("LayoutError", ("differ in split, coefficients", "rank 0 and rank 2")),
+    "versions": ("LayoutError", ("different versions", "rank 0 and rank 2")),
+    "a stream on some ranks": ("LayoutError", ("some ranks only: ref", "rank 0 and rank 2")),
+    "temperature on some ranks": ("LayoutError", ("some ranks only: temperature",)),
+    "a mask on some ranks": ("LayoutError", ("some ranks only: masks or weights",)),
+    "ids on some ranks": ("LayoutError", ("some ranks only: sample_ids",)),
+    "weights on some ranks": ("LayoutError", ("some ranks only: masks or weights",)),
+    "two faulty ranks": ("DataError", ("rank 1, ", "1 more rank", "3")),
+    "a long name": ("DataError", ("rank 2", "long long", "non-finite")),
+    "over the token budget": ("DataError", ("longer than the token budget", "rank 0")),
+    "no batch object": ("DataError", ("TokenBatch", "rank 2")),
+    "batches that differ": ("DataError", ("streams 'ref'", "rank 2")),
+    "unknown coefficient": ("SpecError", ("no component 'ratio'", "rank 2")),
+    "no action anywhere": ("DataError", ("no action anywhere", "'rl'")),
+    "too many components": ("LayoutError", ("too many components", "rank 0")),
+    "no rows anywhere": ("DataError", ("no action anywhere", "0 rows")),
+    "group None": ("LayoutError", ("world of several ranks", "group='local'")),
+    "group of another name": ("LayoutError", ("group='global'",)),
+}
+
+
+@pytest.mark.parametrize("name", DISAGREE)
+def test_a_disagreement_is_the_same_error_everywhere(name: str, faults: Any) -> None:
+    kind, words = DISAGREE[name]
+    found, text = agreed(faults, name)
+    assert found == kind
+    assert [part for part in words if part not in text] == [], text
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp"])
+@pytest.mark.parametrize("name", ["another order", "another value", "no rows", "nobody has rows"])
+def test_a_replica_has_one_batch(axis: str, name: str, faults: Any) -> None:
+    kind, text = agreed(faults, f"{axis}: {name}")
+    if name == "nobody has rows":
+        assert (kind, "no action anywhere" in text) == ("DataError", True)
+    else:
+        assert kind == "LayoutError"
+        assert "ranks of one replica" in text
+        assert f"rank {GUILTY}" in text
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp"])
+@pytest.mark.parametrize("where", ["", ", in score"])
+def test_a_token_off_the_models_vocabulary(axis: str, where: str, faults: Any) -> None:
+    kind, text = agreed(faults, f"{axis}: off the vocabulary{where}")
+    assert kind == "DataError"
+    assert f"rank {GUILTY}" in text
+    assert "token 3" in text
+
+
+def test_what_is_legal_is_planned(faults: Any) -> None:
+    legal = [name for name in faults[0] if "legal" in name]
+    assert len(legal) == 10
+    assert {name: agreed(faults, name) for name in legal} == {name: ("fine", "") for name in legal}

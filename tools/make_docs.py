@@ -1,0 +1,145 @@
+"""Writes what docs/ takes from the code: tables, and what the examples of a page print.
+
+    python tools/make_docs.py            # rewrite the pages
+    python tools/make_docs.py --check    # change nothing; exit 1 and name the pages that are out of date
+
+In a page, a table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. What a ``python`` block prints stands in the
+``text`` block behind it, under ``<!-- prints -->``. The blocks of a page share one namespace and run in a folder of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import megatron_pgloss as pg
+from megatron_pgloss import presets
+from megatron_pgloss.metrics import METRICS
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+TABLE = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(
+    r"<!--- invisible-code-block: python\n(?P<hidden>.*?)-->"
+    r"|```python\n(?P<code>.*?)```(?P<prints>\n\n<!-- prints -->\n```text\n(?:(?!```).)*```)?",
+    re.DOTALL,
+)
+
+
+def rows(header: str, cells: list[tuple[str, ...]]) -> str:
+    """A Markdown table; ``header`` has its columns between bars."""
+    columns = [name.strip() for name in header.split("|")]
+    lines = [columns, ["---"] * len(columns), *([cell.replace("|", r"\|") for cell in row] for row in cells)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def metrics() -> str:
+    """All metrics: what they are divided by and what they start at."""
+    cells = [
+        (f"`{row.suffix}`", row.kind, row.meaning, row.divided_by or "-", row.first_step) for row in METRICS
+    ]  # fmt: skip
+    return rows("metric | kind | what it is | divided by | first on-policy step", cells)
+
+
+def preset_table() -> str:
+    """One line per preset, with its source."""
+    cells = []
+    for name, preset in presets.PRESETS.items():
+        spec = _build(name)
+        reads = ", ".join(spec.readers) or "-"
+        call = f"`{name}(budget)`" if name == "dr_grpo" else f"`{name}()`"
+        parts = ", ".join(f"{part.coef:g} {part.name}" for part in spec.components)
+        cells.append((call, parts, f"`{spec.components[0].normalizer}`", f"`{spec.old}`", reads, f"{preset.source}, {preset.equation}"))
+    return rows("preset | components | normaliser of rl | old | streams it reads | source", cells)
+
+
+def equations() -> str:
+    """Every preset as it prints itself."""
+    return "".join(
+        f"`{name}({4096 if name == 'dr_grpo' else ''})`\n\n```text\n{_build(name)}\n```\n\n" for name in presets.PRESETS
+    )
+
+
+def names() -> str:
+    """What `import megatron_pgloss` gives, with the first sentence of each docstring."""
+    cells = []
+    for name in pg.__all__:
+        if name.startswith("_"):
+            continue
+        text = inspect.getdoc(getattr(pg, name)) or ""
+        first = " ".join(text.split("\n\n")[0].split())
+        cells.append((f"`{name}`", first))
+    return rows("name | what it is", cells)
+
+
+def _build(name: str):
+    return presets.get(name, **({"budget": 4096} if name == "dr_grpo" else {}))
+
+
+def supported() -> str:
+    """Modes of Megatron-Core that a test shows."""
+    from megatron_pgloss.megatron.modes import SUPPORTED
+
+    return rows("supported | shown by", [(mode, f"`{test}`") for mode, test in SUPPORTED])
+
+
+def refused() -> str:
+    """Modes that raise at start-up."""
+    from megatron_pgloss.megatron.modes import REFUSED
+
+    return rows("refused | why | instead", [(row.mode, row.reason, row.fix) for row in REFUSED])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "metrics": metrics,
+    "names": names,
+    "presets": preset_table,
+    "equations": equations,
+    "supported": supported,
+    "refused": refused,
+}
+
+
+def render(page: Path) -> str:
+    """The page's text with its tables and outputs as they are now."""
+    text = TABLE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[4]}", page.read_text(encoding="utf-8"))
+    namespace: dict[str, object] = {"__name__": "page"}
+
+    def run(found: re.Match[str]) -> str:
+        code = found["hidden"] or found["code"]
+        line = text.count("\n", 0, found.start()) + 1
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * line + code, str(page), "exec"), namespace)
+        if found["prints"] is None:
+            if printed.getvalue():
+                raise SystemExit(f"{page}:{line}: the block prints, but no `<!-- prints -->` block follows")
+            return found[0]
+        return f"```python\n{code}```\n\n<!-- prints -->\n```text\n{printed.getvalue().rstrip()}\n```"
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        return BLOCK.sub(run, text)
+
+
+def main(arguments: list[str]) -> int:
+    """Rewrite or check all pages."""
+    check = "--check" in arguments
+    late = []
+    for page in sorted(DOCS.glob("**/*.md")):
+        text = render(page)
+        if text != page.read_text(encoding="utf-8"):
+            late.append(page)
+            if not check:
+                page.write_text(text, encoding="utf-8")
+    for page in late:
+        print(f"{page.relative_to(DOCS.parent)}: {'out of date, run python tools/make_docs.py' if check else 'written'}")
+    return int(check and bool(late))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
