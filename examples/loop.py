@@ -61,7 +61,7 @@ def report(run: Run, log: Logbook, levels: dict[str, float], before: float, seco
     args, hunt = run.args, run.hunt
     after = greedy_success(run.policy, hunt)
     fresh = sample(run.policy, hunt, -1, seed=args.seed, prompts=hunt.numbers, group_size=8, valid_bonus=0.0, scale=True)
-    observed = run.observations(run.score(to_batches(fresh, hunt, run.spec)), fresh)
+    observed = run.observations(run.score(to_batches(fresh, hunt, run.spec)), fresh) | run.outcome(fresh)
     cpu = torch.tensor([time.process_time()], dtype=torch.float64, device=run.step.layout.device)
     dist.all_reduce(cpu)
     if args.save:
@@ -71,7 +71,7 @@ def report(run: Run, log: Logbook, levels: dict[str, float], before: float, seco
     steps = log.lines("step")
     moved = [sum(step.get(f"rl/clip_{side}") or 0 for side in ("low", "high", "dual")) for step in steps if step["update"]]
     norms = [step["grad_norm"] for step in steps]
-    log.write({"kind": "end", "greedy_before": before, "greedy_after": after, "train_seconds": seconds, **levels, **observed, **run.outcome(fresh)})
+    log.write({"kind": "end", "greedy_before": before, "greedy_after": after, "train_seconds": seconds, **levels, **observed})
     log.say(f"""
 success over all {hunt.numbers} hidden numbers, likeliest tokens
   random policy     {levels["random policy"]:7.1%}

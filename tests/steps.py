@@ -61,7 +61,8 @@ class Answer:
 
     loss: float
     grad_T: Tensor
-    entropy_grad_T: Tensor | None
+    entropy_grad_T: Tensor
+    """Zeros where no component reads the entropy."""
     metrics: dict[str, float]
     outs: list[pg.LossOutput]
     plan: pg.Plan
@@ -110,7 +111,7 @@ def solve(
     return Answer(
         loss=float(total.detach()),
         grad_T=logp_T.grad,
-        entropy_grad_T=None if entropy_T is None else entropy_T.grad,
+        entropy_grad_T=torch.zeros_like(logp_T) if entropy_T is None or entropy_T.grad is None else entropy_T.grad,
         metrics=metrics,
         outs=outs,
         plan=plan,

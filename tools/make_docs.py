@@ -3,8 +3,9 @@
     python tools/make_docs.py            # rewrite the pages
     python tools/make_docs.py --check    # change nothing; exit 1 and name the pages that are out of date
 
-In a page, a table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. What a ``python`` block prints stands in the
-``text`` block behind it, under ``<!-- prints -->``. The blocks of a page share one namespace and run in a folder of their own.
+In a page, a table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. What a ``python`` block prints stands
+in the ``text`` block behind it, under ``<!-- prints -->``. The blocks of a page share one namespace, and a folder to
+write in.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def preset_table() -> str:
         reads = ", ".join(spec.readers) or "-"
         call = f"`{name}(budget)`" if name == "dr_grpo" else f"`{name}()`"
         parts = ", ".join(f"{part.coef:g} {part.name}" for part in spec.components)
-        cells.append((call, parts, f"`{spec.components[0].normalizer}`", f"`{spec.old}`", reads, f"{preset.source}, {preset.equation}"))
+        source = f"{preset.source}, {preset.equation}"
+        cells.append((call, parts, f"`{spec.components[0].normalizer}`", f"`{spec.old}`", reads, source))
     return rows("preset | components | normaliser of rl | old | streams it reads | source", cells)
 
 
@@ -136,8 +138,9 @@ def main(arguments: list[str]) -> int:
             late.append(page)
             if not check:
                 page.write_text(text, encoding="utf-8")
+    what = "out of date, run python tools/make_docs.py" if check else "written"
     for page in late:
-        print(f"{page.relative_to(DOCS.parent)}: {'out of date, run python tools/make_docs.py' if check else 'written'}")
+        print(f"{page.relative_to(DOCS.parent)}: {what}")
     return int(check and bool(late))
 
 

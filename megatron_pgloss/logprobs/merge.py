@@ -3,7 +3,7 @@
 Shapes: `T` rows, `R` shards in rank order, `C` statistics per row and shard: (lse_r, H_r, u_target)
 or, where no entropy is asked for, (lse_r, u_target). lse_r and H_r are log-sum-exp and entropy of
 the shard's own distribution (-inf and 0 where the shard is padding alone), u_target = z/tau of the
-target where the shard holds it. They are float64: float32 would round lse_r at 30 nats to 2e-6,
+target where the shard holds it, some number where not. They are float64: float32 would round lse_r at 30 nats to 2e-6,
 and differently on each layout.
 """
 
@@ -59,7 +59,7 @@ def _gather(stats_TC: Tensor, shard: VocabShard) -> Tensor:
 
 def _entropy(lse_RT: Tensor, entropy_RT: Tensor, lse_T: Tensor) -> Tensor:
     padding_RT = lse_RT == -math.inf  # not `<=`: NaN has to pass through
-    log_weight_RT = torch.where(padding_RT, 0.0, lse_RT - lse_T)
+    log_weight_RT = lse_RT - lse_T
     share_RT = log_weight_RT.exp() * (entropy_RT - log_weight_RT)
     total_T = torch.where(padding_RT, 0.0, share_RT).sum(0)
     return torch.where(lse_T == -math.inf, math.nan, total_T)

@@ -76,12 +76,14 @@ class RowFactors(NamedTuple):
 
 
 def row_sums(z_RV: Tensor, rate_R1: Tensor | None, out: RowSums, scratch: Scratch) -> None:
-    """Fill ``out`` for one chunk. ``rate_R1`` is log2(e)/tau, None at tau = 1."""
+    """Fill ``out`` for one chunk. ``rate_R1`` is log2(e)/tau, None at tau = 1.
+
+    A row of -inf alone has no maximum to subtract: its sums are NaN, which `shard_stats` expects.
+    """
     d_RV, e_RV = scratch.pair(z_RV.size(0))
     wide_RV = _widened(z_RV, d_RV)
     torch.amax(wide_RV, -1, keepdim=True, out=out.peak)
-    # A row of -inf alone has no maximum to subtract; its e are 0 this way, not NaN.
-    _shifted(wide_RV, out.peak.masked_fill(out.peak == -math.inf, 0.0), rate_R1, d_RV)
+    _shifted(wide_RV, out.peak, rate_R1, d_RV)
     torch.sum(torch.exp2(d_RV, out=e_RV), -1, keepdim=True, out=out.total)
     if out.moment is not None:
         torch.sum(d_RV.clamp_(min=FLOOR).mul_(e_RV), -1, keepdim=True, out=out.moment)

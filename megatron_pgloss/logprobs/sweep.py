@@ -39,7 +39,7 @@ def measure(
     """Statistics (lse_r, [H_r,] u_target) of all rows, float64 [T, C].
 
     ``target_T`` counts from the shard's first column, ``width`` is V. Targets of other shards
-    give u_target = 0.
+    give some number.
     """
     stats_TC = logits.new_zeros(order.rows, 3 if entropy else 2, dtype=torch.float64)
     if width == 0:
@@ -50,7 +50,7 @@ def measure(
     peak, total, moment = logits.new_empty(3, order.rows, 1, dtype=dtype)
     sums = RowSums(peak, total, moment if entropy else None)
     rate = exp2_rate(inverse_tau_T, dtype)
-    inside_T, column_T1 = _columns(target_T, width)
+    _, column_T1 = _columns(target_T, width)
     target_z = logits.new_empty(order.rows, 1)
     for first, z_RV in order.blocks(logits[..., :width]):
         block = slice(first, first + z_RV.size(0))
@@ -62,8 +62,7 @@ def measure(
     if entropy_T is not None:
         stats_TC[:, 1] = entropy_T
     u_T = target_z[:, 0].double()
-    u_T = u_T if inverse_tau_T is None else u_T * inverse_tau_T
-    stats_TC[:, -1] = torch.where(inside_T, u_T, 0.0)
+    stats_TC[:, -1] = u_T if inverse_tau_T is None else u_T * inverse_tau_T
     return stats_TC
 
 

@@ -18,7 +18,7 @@ from megatron_pgloss.megatron.layout import Layout
 from megatron_pgloss.metrics import Metric, merge_all, unpack
 from megatron_pgloss.planning import Plan
 from megatron_pgloss.planning.sets import where
-from megatron_pgloss.rollouts import TokenBatch
+from megatron_pgloss.rollouts import TokenBatch, broken
 
 _TEXT = 64
 """int64 words of text for the place of a fault."""
@@ -112,5 +112,7 @@ def broadcast(batches: Iterable[TokenBatch] | None, *, pg_collection: Any = None
         if group is not None and rest:
             dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
     if box[0] is None:
-        raise LayoutError("the first rank of the replica passed no batches", expected="a list of TokenBatch")
+        # Raised by the next plan: here it would leave the other replicas waiting.
+        missing = LayoutError("the first rank of the replica passed no batches", expected="a list of TokenBatch")
+        return [broken(missing)]
     return box[0]  # type: ignore[no-any-return]

@@ -32,15 +32,18 @@ def score(
         micros.append(micro)
         return step.logprobs(micro, logits, entropy=False).logprob
 
-    training = [chunk.training for chunk in chunks]
+    training = [(module, module.training) for chunk in chunks for module in chunk.modules()]
     for chunk in chunks:
         # Dropout off, and router statistics untouched: a train-mode pass would count tokens twice.
         chunk.eval()
     try:
-        scores = run_forward(step, made, forward_step, chunks)
+        # Megatron's forward-only schedules leave autograd on: without this every graph would be built and kept.
+        with torch.no_grad():
+            scores = run_forward(step, made, forward_step, chunks)
     finally:
-        for chunk, was in zip(chunks, training, strict=True):
-            chunk.train(was)
+        # Module by module: a part may be frozen in eval mode by its owner.
+        for module, was in training:
+            module.training = was
     total = 0 if made.batch is None else made.batch.tokens_T.numel()
     double = step.config.params_dtype == torch.float64
     values_T = gather_tokens(zip(micros, scores, strict=True), total, torch.float64 if double else torch.float32)

@@ -55,8 +55,7 @@ class UserMask(Part):
 
 
 class TruncatedIS(Part):
-    """Truncated importance weight ``min(old/mu, high)``, a constant factor of the term (2014 truncated IS; as in
-    off-policy RL).
+    """Truncated importance weight ``min(old/mu, high)``, a constant factor of the term (Ionides 2008).
 
     ``mu`` is the rollout stream: the sampler's own log-probs.
     """

@@ -124,7 +124,7 @@ def destroy_parallel() -> None:
 
     # Megatron only forgets its groups. Each open gloo group keeps three threads that poll a hundred times a second:
     # after thirty layouts they would take most of the machine.
-    groups = [group for group in parallel_state._global_process_group_list or [] if group is not None]
+    groups = [group for group in getattr(parallel_state, "_global_process_group_list", None) or [] if group]
     parallel_state.destroy_model_parallel()
     dist.barrier()
     for group in groups:

@@ -1,0 +1,192 @@
+"""What several ranks agree on is what one process would have counted, bit for bit: weights, counts, mini-batches.
+
+Prompts and episodes straddle ranks here, and one rank of the last case has no rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jobs
+import pytest
+import torch
+import torch.distributed as dist
+from data import Row
+from worlds import run_world
+
+import megatron_pgloss as pg
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
+SPLIT = pg.Split(sequences=2)
+PATHS = [
+    "mean(token)",
+    "mean(sequence) > mean(token)",
+    "mean(sequence) > sum(token)",
+    "sum(sequence) > sum(token)/4096",
+    "mean(prompt) > mean(token)",
+    "mean(episode) > mean(token)",
+    "mean(prompt) > mean(episode) > mean(token)",
+    "mean(prompt) > mean(episode) > mean(sequence) > mean(turn) > mean(token)",
+    "mean(episode) > mean(turn) > mean(token)",
+    "mean(prompt) > sum(token)/sqrt",
+    "mean(episode) > sum(token)/pow(0.3)",
+    "mean(prompt) > sum(episode)/avg > sum(token)/avg",
+]
+
+
+def spec_of(path: str) -> pg.LossSpec:
+    """Sets that differ between components, so that a mix-up of their counts would show."""
+    return pg.LossSpec(
+        components=[
+            pg.PolicyGradient(normalizer=path),
+            pg.KL(normalizer=path, coef=0.1),
+            pg.CrossEntropy(normalizer=path, count="observations", units="all", coef=0.1),
+        ],
+        corrections=[pg.TruncatedIS()],
+        masks=[pg.DropTruncated(), pg.DropZeroAdvantage(), pg.UserMask(name="keep", on=("kl",))],
+    )
+
+
+def by_sample(plan: pg.Plan, name: str) -> dict[str, torch.Tensor]:
+    """Weights of every row of a plan, by the row's name."""
+    if plan.batch is None:
+        return {}
+    rows = plan.table[f"weight/{name}"].split(plan.batch.lengths_S.tolist())
+    return {plan.batch.sample_name(i): row for i, row in enumerate(rows)}
+
+
+def named(rows: Sequence[Row]) -> list[Row]:
+    """Rows with a name that does not depend on who holds them."""
+    return [row | {"name": f"r{i}"} for i, row in enumerate(rows)]
+
+
+def batch(rows: Sequence[Row]) -> pg.TokenBatch:
+    return replace(jobs.batch_of(rows), sample_ids=tuple(row["name"] for row in rows))
+
+
+def weights_differ(spec: pg.LossSpec, mine: Sequence[Row], whole: pg.TokenBatch, group: Any) -> list[Any]:
+    """What is not the same, bit for bit, between this group's plan and one process's."""
+    many = pg.plan([batch(mine)] if mine else [], spec, split=SPLIT, group=group)
+    one = pg.plan([whole], spec, split=SPLIT, group="local")
+    wrong: list[Any] = []
+    for name in spec.names:
+        alone, dtype = by_sample(one, name), many.table[f"weight/{name}"].dtype
+        for sample, weight in by_sample(many, name).items():
+            if not torch.equal(weight, alone[sample]) or dtype != torch.float64:
+                wrong.append((name, sample))
+    wrong += [(key, many.counts[key], one.counts[key]) for key in one.counts if many.counts[key] != one.counts[key]]
+    if many.gradient_scale != (1.0 if group == "local" else dist.get_world_size(group)):
+        wrong.append(("gradient_scale", many.gradient_scale))
+    return wrong
+
+
+def weighted_totals(mine: Sequence[Row], whole: pg.TokenBatch, group: Any, where: list[int]) -> float:
+    """Largest relative error where user weights, not counts, are in the denominators: sums of floats, so not bitwise."""
+    spec = pg.LossSpec(
+        components=[pg.PolicyGradient(normalizer="mean(prompt) > mean(episode) > mean(token)", divide_by="weights")]
+    )
+    weight = torch.rand(whole.tokens_T.numel(), dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    whole = replace(whole, weights={"rl": weight})
+    many = pg.plan([whole.select(where)], spec, split=SPLIT, group=group)
+    one = by_sample(pg.plan([whole], spec, split=SPLIT, group="local"), "rl")
+    pairs = [(row, one[name]) for name, row in by_sample(many, "rl").items()]
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+def compositions(rows: Sequence[Row], groups: dict[int, Any], rank: int) -> dict[Any, list[list[str]]]:
+    """This rank's samples of every mini-batch, on one, two and four data-parallel ranks."""
+    found = {}
+    for size, group in groups.items():
+        mine = jobs.share(rows, rank % size, size) if size > 1 else list(rows)
+        for by in ("prompt", "episode", "sequence"):
+            for seed in (0, 1):
+                deal = pg.minibatches([batch(mine)], 3, by=by, seed=seed, group=group)
+                found[size, by, seed] = [
+                    [item.sample_name(i) for item in mini for i in range(len(item))] for mini in deal
+                ]
+    return found
+
+
+def ranks(rank: int, world: int) -> dict[str, Any]:
+    rows = named(jobs.rows_of_step(0))
+    whole, mine = batch(rows), jobs.share(rows, rank, world)
+    two = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    found: dict[str, Any] = {}
+    for path in PATHS:
+        found[path] = weights_differ(spec_of(path), mine, whole, dist.group.WORLD)
+        found[path] += weights_differ(spec_of(path), jobs.share(rows, rank % 2, 2), whole, two)
+        found[path] += weights_differ(
+            spec_of(path), jobs.share(rows, rank, world, empty_rank=True), whole, dist.group.WORLD
+        )
+    where = [i for i, row in enumerate(rows) if row in mine]
+    found["weighted"] = weighted_totals(mine, whole, dist.group.WORLD, where)
+    found["minibatches"] = compositions(rows, {1: "local", 2: two, 4: dist.group.WORLD}, rank)
+
+    for by, ids in (("prompt", "prompt_ids"), ("sequence", "sample_ids")):
+        held = replace(batch(mine), **{ids: None}) if rank == 2 else batch(mine)
+        errors = []
+        for mini in pg.minibatches([held], 2, by=by):
+            try:
+                pg.plan(mini, pg.presets.dapo(), split=SPLIT, group=dist.group.WORLD)
+            except pg.PGLossError as error:
+                errors.append((type(error).__name__, str(error)))
+        found[f"no {ids}"] = errors
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_world(ranks, 4, timeout=100)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_weights_and_counts_are_those_of_one_process_bit_for_bit(path: str, found: Any) -> None:
+    assert [by_rank[path] for by_rank in found] == [[]] * 4
+
+
+def test_user_weights_in_the_denominator_agree_to_rounding(found: Any) -> None:
+    assert max(by_rank["weighted"] for by_rank in found) < 1e-14
+
+
+@pytest.mark.parametrize("by", ["prompt", "episode", "sequence"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_minibatches_are_the_same_on_one_two_and_four_ranks(by: str, seed: int, found: Any) -> None:
+    dealt = {}
+    for size in (1, 2, 4):
+        parts = [by_rank["minibatches"][size, by, seed] for by_rank in found[:size]]
+        dealt[size] = [sorted(name for part in parts for name in part[step]) for step in range(3)]
+    assert dealt[1] == dealt[2] == dealt[4]
+    everyone = [f"sample 'r{i}'" for i in range(len(jobs.rows_of_step(0)))]
+    assert sorted(name for step in dealt[1] for name in step) == sorted(everyone)  # each row once
+
+
+@pytest.mark.parametrize("by", ["prompt", "episode", "sequence"])
+def test_minibatches_are_balanced_in_whole_units(by: str, found: Any) -> None:
+    rows = named(jobs.rows_of_step(0))
+    keys = {"prompt": ("prompt",), "episode": ("prompt", "episode"), "sequence": ("name",)}[by]
+    unit = {f"sample '{row['name']}'": tuple(row[key] for key in keys) for row in rows}
+    steps = found[0]["minibatches"][1, by, 0]
+    held = [{unit[name] for name in step} for step in steps]
+    sizes = Counter(len(units) for units in held)
+    assert max(sizes) - min(sizes) <= 1
+    assert sum(len(units) for units in held) == len(set(unit.values()))  # no unit in two steps
+
+
+def test_another_seed_deals_otherwise(found: Any) -> None:
+    dealt = found[0]["minibatches"]
+    assert dealt[1, "episode", 0] != dealt[1, "episode", 1]
+    assert dealt[4, "sequence", 0] != dealt[4, "sequence", 1]
+
+
+@pytest.mark.parametrize("ids", ["prompt_ids", "sample_ids"])
+def test_ids_missing_on_one_rank_are_an_error_on_all(ids: str, found: Any) -> None:
+    first = found[0][f"no {ids}"]
+    assert [by_rank[f"no {ids}"] for by_rank in found] == [first] * 4
+    assert len(first) == 2  # in both mini-batches
+    for kind, text in first:
+        assert kind == "DataError"
+        assert f"needs {ids}" in text
+        assert "rank 2" in text

@@ -1,0 +1,144 @@
+"""examples/train_rl.py on replayed rollouts: the oracle's loss and gradient norm at each of 20 steps, on every layout."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from replay_oracle import Recipe, trajectory
+from worlds import run_world
+
+import megatron_pgloss as pg
+
+ROOT = Path(__file__).parents[1]
+STEPS = 20
+LAYOUTS = {
+    "one process": (1, []),
+    "tp2 pp2": (4, ["--tp", "2", "--pp", "2"]),
+    "cp2 dp2": (4, ["--cp", "2"]),
+    "pp2 vpp2 dp2": (4, ["--pp", "2", "--vpp", "2"]),
+    "dp4": (4, ["--tp", "1"]),
+}
+COMMON = "--layers 4 --hidden 32 --updates 4 --sequences 2 --eval-every 1000 --plain --seed 5 --init-std 0.1".split()
+SPEC = pg.presets.grpo(kl=0.05, entropy=0.01)
+FLAGS = "--preset grpo --kl 0.05 --entropy 0.01".split()
+
+
+def _run(processes: int, flags: list[str], out: Path, timeout: float = 240) -> list[dict[str, Any]]:
+    """One run of the example; its metrics lines."""
+    program = [str(ROOT / "examples" / "train_rl.py"), *COMMON, *flags, "--out", str(out)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, *(launcher if processes > 1 else []), *program]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def _steps(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if line["kind"] == "step"]
+
+
+def _oracle(rank: int, world: int, *args: Any) -> list[tuple[float, float]]:
+    return trajectory(*args)
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rollouts of a real policy over 5 iterations: 8 prompts, 4 rollouts each."""
+    folder = tmp_path_factory.mktemp("record")
+    flags = ["--record", str(folder / "rollouts.jsonl"), "--iterations", "5", "--prompts", "8", "--group-size", "4"]
+    _run(1, [*flags, "--lr", "3e-3"], folder / "out")
+    return folder / "rollouts.jsonl"
+
+
+def _worst(steps: list[dict[str, Any]], truth: list[tuple[float, float]]) -> tuple[float, float]:
+    """Largest relative error of the loss and of the norm. A loss that crosses zero is held to a tenth of the largest."""
+    size = max(abs(loss) for loss, _ in truth)
+    losses = max(abs(step["loss"] - loss) / max(abs(loss), 0.1 * size) for step, (loss, _) in zip(steps, truth, strict=True))
+    norms = max(abs(step["grad_norm"] - norm) / norm for step, (_, norm) in zip(steps, truth, strict=True))
+    return losses, norms
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_layout_follows_the_oracle_for_20_steps_in_float64(record: Path, tmp_path: Path) -> None:
+    plain = ["--dtype", "float64", "--optimizer", "adam", "--lr", "3e-3", "--clip-grad", "0"]
+    flags = [*FLAGS, *plain, "--replay", str(record), "--max-steps", str(STEPS)]
+    runs = {name: _steps(_run(n, [*flags, *layout], tmp_path / name)) for name, (n, layout) in LAYOUTS.items()}
+    reference = runs["one process"]
+    assert all([s["samples"] for s in steps] == [s["samples"] for s in reference] for steps in runs.values())
+    recipe = Recipe(seed=5, init_std=0.1, optimizer="adam", lr=3e-3)
+    truth = run_world(_oracle, 1, record, reference, SPEC, recipe, timeout=240)[0]
+
+    clipped = [sum(s[f"rl/clip_{side}"] for side in ("low", "high", "dual")) for s in reference if s["update"]]
+    print(f"\nclipped after a batch's first update: {min(clipped):.1%} to {max(clipped):.1%}")
+    print(f"gradient norms {min(n for _, n in truth):.3g} to {max(n for _, n in truth):.3g}")
+    for name, steps in runs.items():
+        losses, norms = _worst(steps, truth)
+        micros, empty = {s["microbatches"] for s in steps}, sum(s["empty_microbatches"] for s in steps)
+        print(f"{name:14} worst error: loss {losses:.1e}, gradient norm {norms:.1e}; micro-batches {micros}, {empty} empty")
+        assert len(steps) == STEPS
+        assert losses < 1e-9 and norms < 1e-9, name
+    assert min(norm for _, norm in truth) > 1e-3
+    assert 0.01 <= sum(clipped) / len(clipped) <= 0.5
+    assert min(s["microbatches"] for s in runs["tp2 pp2"]) >= 3
+    assert any(s["empty_microbatches"] for s in runs["dp4"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_megatrons_distributed_optimizer_with_clipping_follows_the_oracle_in_float32(record: Path, tmp_path: Path) -> None:
+    flags = [*FLAGS, "--dtype", "float32", "--optimizer", "megatron", "--distributed-optimizer", "--lr", "1e-3"]
+    flags += ["--clip-grad", "0.5", "--replay", str(record), "--max-steps", str(STEPS)]
+    layouts = {"tp2 dp2": (4, ["--tp", "2"]), "cp2 dp2": (4, ["--cp", "2"])}
+    runs = {name: _steps(_run(n, [*flags, *layout], tmp_path / name)) for name, (n, layout) in layouts.items()}
+    steps = runs["tp2 dp2"]
+    recipe = Recipe(seed=5, init_std=0.1, optimizer="adam", lr=1e-3, clip=0.5)
+    truth = run_world(_oracle, 1, record, steps, SPEC, recipe, timeout=240)[0]
+    print(f"\nclipped steps: {sum(norm > 0.5 for _, norm in truth)} of {len(truth)}")
+    assert any(norm > 0.5 for _, norm in truth)
+    for name, each in runs.items():
+        losses, norms = _worst(each, truth)
+        print(f"{name:14} worst error: loss {losses:.1e}, gradient norm {norms:.1e}")
+        assert losses < 1e-5 and norms < 1e-5, name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_echo_leaves_the_rl_component_alone(record: Path, tmp_path: Path) -> None:
+    """The same rows with and without cross entropy: rl's counts and per-token weights keep every bit."""
+    found = run_world(_rl_weights, 1, record, timeout=120)[0]
+    assert found["grpo"][0] == found["echo"][0]
+    assert found["grpo"][1] == found["echo"][1]
+    assert found["echo"][2] > 0
+
+
+def _rl_weights(rank: int, world: int, record: Path) -> dict[str, Any]:
+    import torch
+
+    sys.path.insert(0, str(ROOT / "examples"))
+    import replay
+    from hunt import Hunt
+    from rollouts import to_batches
+
+    out: dict[str, Any] = {}
+    for name, spec in {
+        "grpo": pg.presets.ppo(normalizer="mean(sequence) > mean(token)"),
+        "echo": pg.presets.echo(normalizer="mean(sequence) > mean(token)"),
+    }.items():
+        batches = [
+            batch.with_stream("old", torch.zeros(batch.tokens_T.numel()))
+            for batch in to_batches(replay.read(str(record))[0], Hunt(), spec)
+        ]
+        plan = pg.plan(batches, spec, split=pg.Split(sequences=4), group="local")
+        extra = plan.counts["ce"]["members"] if name == "echo" else 0
+        out[name] = (plan.counts["rl"], plan.table["weight/rl"].numpy().tobytes(), extra)
+    return out
