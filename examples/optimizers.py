@@ -37,7 +37,7 @@ class Optimizer:
     but torch's own state.
     """
 
-    def __init__(self, kind: str, chunks: list, *, lr: float, clip: float, distributed: bool) -> None:
+    def __init__(self, kind: str, chunks: list, *, lr: float, eps: float, clip: float, distributed: bool) -> None:
         self.kind, self.chunks, self.clip = kind, chunks, clip
         self.params = [param for chunk in chunks for param in chunk.parameters() if param.requires_grad]
         if kind == "megatron":
@@ -45,14 +45,19 @@ class Optimizer:
 
             dtype = self.params[0].dtype
             config = OptimizerConfig(
-                optimizer="adam", lr=lr, weight_decay=0.0, clip_grad=clip, adam_beta2=0.99, params_dtype=dtype,
+                optimizer="adam", lr=lr, weight_decay=0.0, clip_grad=clip, adam_beta2=float(__import__("os").environ.get("B2", "0.99")), adam_eps=float(__import__("os").environ.get("EPS", eps)), params_dtype=dtype,
                 bf16=dtype is torch.bfloat16, use_distributed_optimizer=distributed,
             )  # fmt: skip
             self.inner = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
         elif kind == "adam":
-            self.inner = torch.optim.Adam(self.params, lr=lr, betas=(0.9, 0.99))
+            self.inner = torch.optim.Adam(self.params, lr=lr, betas=(0.9, 0.99), eps=eps)
         else:
             self.inner = torch.optim.SGD(self.params, lr=lr)
+
+    def set_lr(self, lr: float) -> None:
+        """Learning rate of the next step."""
+        for group in self.inner.param_groups:
+            group["lr"] = lr
 
     def zero_grad(self) -> None:
         """Before a step's schedule."""

@@ -84,6 +84,7 @@ def _training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--updates", type=int, default=4, help="optimizer steps per rollout batch")
     group.add_argument("--optimizer", choices=("megatron", "adam", "sgd"), default="megatron")
     group.add_argument("--lr", type=float, default=1e-3)
+    group.add_argument("--adam-eps", type=float, default=1e-8, help="Adam's epsilon")
     group.add_argument("--clip-grad", type=float, default=1.0, help="0: off")
     group.add_argument("--eval-every", type=int, default=10, help="iterations between greedy games")
 

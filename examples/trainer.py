@@ -36,7 +36,7 @@ class Run:
         deterministic_weights(self.chunks, seed=args.seed, std=args.init_std)
         self.step = pgm.PolicyLossStep(self.spec, self.chunks, split=options.split_of(args))
         self.policy = Policy(self.step, self.hunt)
-        self.optimizer = Optimizer(args.optimizer, self.chunks, lr=args.lr, clip=args.clip_grad, distributed=args.distributed_optimizer)
+        self.optimizer = Optimizer(args.optimizer, self.chunks, lr=args.lr, eps=args.adam_eps, clip=args.clip_grad, distributed=args.distributed_optimizer)
         self.reference = [[param.detach().clone() for param in chunk.parameters()] for chunk in self.chunks]
         self.replayed = read(args.replay) if args.replay else None
         self.recorder = Recorder(args.record) if args.record else None
@@ -96,7 +96,9 @@ class Run:
 
     def update(self, mini: list[pg.TokenBatch]) -> tuple[dict[str, Any], pg.Plan]:
         """One optimizer step."""
-        plan = self.step.begin(mini)
+        fading = self.fading
+        self.optimizer.set_lr(self.args.lr * max(fading, 0.1))
+        plan = self.step.begin(mini, coef={"entropy": self.args.entropy * fading} if self.args.entropy else None)
         self.optimizer.zero_grad()
         losses = get_forward_backward_func()(
             forward_step_func=self.step.forward_step, data_iterator=self.step.data_iterator(),
@@ -123,15 +125,25 @@ class Run:
             line, plan = self.update(mini)
             yield {"kind": "step", "iteration": iteration, "update": update, "step": self.steps, **line}, plan, rollouts
             self.steps += 1
-            if self.ended:
+            if self.spent and update + 1 < args.updates:
                 return
         self.iteration += 1
+
+    @property
+    def fading(self) -> float:
+        """From 1 to 0 over the run; 1 throughout where rollouts are replayed."""
+        return 1.0 if self.replayed is not None else 1 - self.iteration / self.args.iterations
 
     @property
     def ended(self) -> bool:
         """Whether the run is at its end."""
         last = len(self.replayed) if self.replayed is not None else self.args.iterations
-        return self.iteration >= min(last, self.args.iterations) or (self.args.max_steps is not None and self.steps >= self.args.max_steps)
+        return self.spent or self.iteration >= min(last, self.args.iterations)
+
+    @property
+    def spent(self) -> bool:
+        """Whether ``--max-steps`` is reached."""
+        return self.args.max_steps is not None and self.steps >= self.args.max_steps
 
     def outcome(self, rollouts: list[Rollout]) -> dict[str, float]:
         """Means over the rollouts of all ranks; entropy as the mean of -log pi of what was sampled."""

@@ -19,7 +19,11 @@ if importlib.util.find_spec("hypothesis"):  # a bare GPU machine runs tests/test
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is no CUDA device, and say so."""
+    """Docs last, and tests marked ``gpu`` skipped where there is no CUDA device.
+
+    Two pages run Megatron-Core in this process, which patches ``torch.cuda`` for good: nothing else should come after.
+    """
+    items.sort(key=lambda item: item.path.name.startswith("test_docs"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -34,6 +34,8 @@ class Job:
     """Of `PolicyLossStep`."""
     loss_scale: float = 1.0
     """fp16's, by ``config.grad_scale_func``."""
+    collection: bool = False
+    """Process groups are handed over as a ``pg_collection``, to the step and to the schedule."""
 
     @property
     def name(self) -> str:
@@ -56,7 +58,8 @@ def rows_of_step(seed: int = 0, model_fn: Any = None, **more: Any) -> list[Row]:
                 for row in rows
             ]
         attach_streams(rows, scored, seed)
-    return rows
+    # A name that does not depend on who holds the row.
+    return [row | {"name": f"r{i}"} for i, row in enumerate(rows)]
 
 
 def batch_of(rows: Sequence[Row], weights: Sequence[str] = (), dtype: torch.dtype = torch.float64) -> pg.TokenBatch:
@@ -80,7 +83,7 @@ def batch_of(rows: Sequence[Row], weights: Sequence[str] = (), dtype: torch.dtyp
         temperature=heat,
         prompt_ids=[row["prompt"] for row in rows],
         episode_ids=[row["episode"] for row in rows],
-        sample_ids=[f"{row['prompt']}/{row['episode']}/{i}" for i, row in enumerate(rows)],
+        sample_ids=[row["name"] for row in rows],
         terminations=[row["termination"] for row in rows],
         masks={"keep": torch.tensor([value for row in rows for value in row["masks"]["keep"]])},
         weights={
@@ -120,14 +123,16 @@ def run_schedule(step: Any, chunks: list[Any], forward_only: bool = False, **mor
     for chunk in chunks:
         chunk.zero_grad_buffer()
     return get_forward_backward_func()(
-        forward_step_func=step.forward_step,
-        data_iterator=step.data_iterator(),
-        model=chunks if len(chunks) > 1 else chunks[0],
-        num_microbatches=step.num_microbatches,
-        seq_length=step.seq_length,
-        micro_batch_size=step.micro_batch_size,
-        forward_only=forward_only,
-        **more,
+        **dict(
+            forward_step_func=step.forward_step,
+            data_iterator=step.data_iterator(),
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=step.num_microbatches,
+            seq_length=step.seq_length,
+            micro_batch_size=step.micro_batch_size,
+            forward_only=forward_only,
+        )
+        | more
     )
 
 
@@ -136,18 +141,27 @@ def one_step(job: Job, chunks: list[Any], where: Any, spec: pg.LossSpec, rows: S
     from megatron_pgloss import megatron as pgm
     from megatron_pgloss.verify.reshard import full_gradients
 
+    more: dict[str, Any] = {}
+    if job.collection:
+        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        options["pg_collection"] = more["pg_collection"] = groups
+        if job.pp > 1:
+            more["p2p_communicator"] = P2PCommunicator(groups.pp, chunks[0].config)
     step = pgm.PolicyLossStep(
         spec, chunks if len(chunks) > 1 else chunks[0], split=job.split, **(job.options | options)
     )
     plan = step.begin(batches_of(job, where, spec, rows))
-    metrics = step.finish(run_schedule(step, chunks))
+    metrics = step.finish(run_schedule(step, chunks, **more))
     return metrics, full_gradients(chunks), plan
 
 
 def batches_of(job: Job, where: Any, spec: pg.LossSpec, rows: Sequence[Row]) -> list[pg.TokenBatch]:
     """This data-parallel rank's share, with the weights of the spec's components."""
     mine = share(rows, where.dp_rank, where.dp, job.empty_rank)
-    weights = [name for name in ("rl", "ce") if name in spec.names]
+    weights = [name for name in rows[0]["weights"] if name in spec.names]
     return [batch_of(mine, weights)] if mine else []
 
 

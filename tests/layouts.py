@@ -69,6 +69,7 @@ FOUR = {
     "tp2 cp2": Layout(Job(tp=2, cp=2)),
     "tp2 cp2 sp packed": Layout(Job(tp=2, cp=2, model=SP, split=THD)),
     "cp2 pp2 packed, variable lengths": Layout(Job(cp=2, pp=2, split=THD, model=dict(variable_seq_lengths=True))),
+    "cp2 pp2, pg_collection": Layout(Job(cp=2, pp=2, collection=True)),
     "tp2, tied": Layout(Job(tp=2, model=TIED), Data(tied=True)),
     "pp2 vpp2, tied, distributed optimizer": Layout(Job(pp=2, vpp=2, model=TIED | DISTOPT), Data(tied=True)),
     "tp2 pp2, temperature": Layout(Job(tp=2, pp=2), Data(temperature=True)),

@@ -1,4 +1,4 @@
-"""The oracle's training run: the first steps of examples/train_rl.py on replayed rollouts, in one process and from the formulas.
+"""The oracle's training run: steps of examples/train_rl.py on replayed rollouts, in one process, from the formulas.
 
 It takes from the run under test only which rows each step had; scoring, loss, gradient, norm and update are its own.
 """
@@ -17,7 +17,7 @@ import megatron_pgloss as pg
 from megatron_pgloss.verify.oracle import oracle_logprobs, oracle_step
 
 Row = dict[str, Any]
-BETAS, EPSILON = (0.9, 0.99), 1e-8
+BETAS = (0.9, 0.99)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,7 @@ class Recipe:
     optimizer: str
     lr: float
     clip: float = 0.0
+    eps: float = 1e-8
     layers: int = 4
     hidden: int = 32
 
@@ -52,7 +53,9 @@ def rows_of(record: Path) -> dict[str, Row]:
     return rows
 
 
-def trajectory(record: Path, steps: list[dict[str, Any]], spec: pg.LossSpec, recipe: Recipe) -> list[tuple[float, float]]:
+def trajectory(
+    record: Path, steps: list[dict[str, Any]], spec: pg.LossSpec, recipe: Recipe
+) -> list[tuple[float, float]]:
     """Loss and gradient norm before each of ``steps``, in a process group of one that the caller has made."""
     from megatron_pgloss.verify.models import build_gpt, destroy_parallel, init_parallel
     from megatron_pgloss.verify.weights import deterministic_weights
@@ -114,4 +117,4 @@ def _update(params: Any, grads: Any, state: Any, count: int, norm: float, recipe
         first.mul_(BETAS[0]).add_((1 - BETAS[0]) * grad)
         second.mul_(BETAS[1]).add_((1 - BETAS[1]) * grad.square())
         mean, spread = first / (1 - BETAS[0] ** count), second / (1 - BETAS[1] ** count)
-        param -= recipe.lr * mean / (spread.sqrt() + EPSILON)
+        param -= recipe.lr * mean / (spread.sqrt() + recipe.eps)

@@ -134,7 +134,7 @@ def rows_inside_one_rank(model_fn: Any, hit: int, count: int) -> list[Row]:
         tokens = [(7 * i + 5 * k + k * k) % jobs.VOCAB for k in range(16)]
         action = [k > 1 if i < hit else k >= 14 for k in range(16)]
         rows.append({
-            "tokens": tokens, "action": action, "observation": [False] * 16, "prompt": f"p{i // 2}", "episode": i,
+            "name": f"r{i}", "tokens": tokens, "action": action, "observation": [False] * 16, "prompt": f"p{i // 2}", "episode": i,
             "advantages": [(-1.0) ** i] * 16, "masks": {"keep": [True] * 16}, "weights": {"rl": [1.0] * 16},
             "termination": "success", "temperature": None, "turn": None,
         })  # fmt: skip

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_pgloss import PGLossError, UnsupportedError, token_logprobs
 from megatron_pgloss.logprobs import sweep
+from megatron_pgloss.logprobs.order import RowOrder
 
 EXACT = dict(rtol=1e-12, atol=1e-12)
 
@@ -97,6 +98,17 @@ def test_any_strides_of_the_logits_give_the_same_numbers(name: str, reuse: bool)
     torch.testing.assert_close(out.entropy, entropy, **EXACT)
     (got,) = torch.autograd.grad(weigh(out, g, h), logits)
     torch.testing.assert_close(got, grad, **EXACT)
+
+
+def test_blocks_of_rows_are_views_and_as_few_as_memory_allows() -> None:
+    blocks = dict.fromkeys(layouts(), 1)
+    blocks |= {"sliced tokens": 3, "sliced, transposed": 4}
+    for name, z in layouts().items():
+        parts = list(RowOrder.of(z).blocks(z))
+        assert len(parts) == blocks[name], name
+        assert sum(part.size(0) for _, part in parts) == 12
+        storage = z.untyped_storage().data_ptr()
+        assert all(part.untyped_storage().data_ptr() == storage for _, part in parts)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5, 0), (0, 5), (1, 1, 1), (2, 1, 3)])
@@ -244,8 +256,13 @@ def test_what_is_kept_for_backward_is_the_logits_themselves_and_a_few_numbers_pe
     targets = torch.randint(0, 1024, (64,))
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         token_logprobs(logits, targets, temperature=0.7, entropy=True)
-    large = [x for x in kept if x.numel() > 64]
-    assert [x.data_ptr() for x in large] == [logits.data_ptr()] and len(kept) <= 6
+        assert [x.data_ptr() for x in kept if x.numel() > 64] == [logits.data_ptr()]
+        assert len(kept) <= 6
+        kept.clear()
+        token_logprobs(logits.detach(), targets, entropy=True, reuse_logits=True)
+        with torch.no_grad():
+            token_logprobs(logits, targets, entropy=True, reuse_logits=True)
+        assert kept == []
 
 
 def test_caller_may_refill_targets_and_write_into_the_outputs() -> None:

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from megatron_pgloss import DataError, LayoutError, PGLossError, TokenLogprobs, token_logprobs
-from megatron_pgloss.logprobs.inputs import inverse_temperature
+from megatron_pgloss.logprobs.inputs import inverse_temperature, reciprocal
+from megatron_pgloss.logprobs.node import GivenLogits, Job
+from megatron_pgloss.logprobs.order import RowOrder
+from megatron_pgloss.logprobs.shard import find_shard
 
 Z, T = torch.randn(2, 3, 8), torch.randint(0, 8, (2, 3))
 
@@ -58,12 +61,23 @@ def test_temperature_is_a_constant() -> None:
     tau, z = torch.ones(2, 3, requires_grad=True), Z.clone().requires_grad_()
     token_logprobs(z, T, temperature=tau).logprob.sum().backward()
     assert tau.grad is None and z.grad.any()
+    assert not token_logprobs(Z, T, temperature=tau).logprob.requires_grad
 
 
 def test_bad_temperature_on_an_accelerator_is_nan_at_its_token() -> None:
     # The meta device stands in for one: no value can be read there, so nothing may try to.
     tau = torch.ones(2, 3, device="meta")
     assert inverse_temperature(tau, T.to("meta")).shape == (2, 3)
+    tau = torch.tensor([[1.0, 0.0, -0.5], [math.nan, math.inf, 2.0]])
+    bad = torch.tensor([[False, True, True], [True, True, False]])
+    inverse = reciprocal(tau)
+    assert torch.equal(inverse.isnan(), bad)
+    job = Job(find_shard(8, None, None), RowOrder.of(Z), True, False, 2**18)
+    z = Z.clone().requires_grad_()
+    logprob, entropy = GivenLogits.apply(z, T, inverse, job)
+    assert torch.equal(logprob.isnan(), bad) and torch.equal(entropy.isnan(), bad)
+    (logprob + entropy).sum().backward()
+    assert torch.equal(z.grad.isnan(), bad[..., None].expand_as(z))
 
 
 @pytest.mark.parametrize(

@@ -58,18 +58,9 @@ def by_sample(plan: pg.Plan, name: str) -> dict[str, torch.Tensor]:
     return {plan.batch.sample_name(i): row for i, row in enumerate(rows)}
 
 
-def named(rows: Sequence[Row]) -> list[Row]:
-    """Rows with a name that does not depend on who holds them."""
-    return [row | {"name": f"r{i}"} for i, row in enumerate(rows)]
-
-
-def batch(rows: Sequence[Row]) -> pg.TokenBatch:
-    return replace(jobs.batch_of(rows), sample_ids=tuple(row["name"] for row in rows))
-
-
 def weights_differ(spec: pg.LossSpec, mine: Sequence[Row], whole: pg.TokenBatch, group: Any) -> list[Any]:
     """What is not the same, bit for bit, between this group's plan and one process's."""
-    many = pg.plan([batch(mine)] if mine else [], spec, split=SPLIT, group=group)
+    many = pg.plan([jobs.batch_of(mine)] if mine else [], spec, split=SPLIT, group=group)
     one = pg.plan([whole], spec, split=SPLIT, group="local")
     wrong: list[Any] = []
     for name in spec.names:
@@ -103,7 +94,7 @@ def compositions(rows: Sequence[Row], groups: dict[int, Any], rank: int) -> dict
         mine = jobs.share(rows, rank % size, size) if size > 1 else list(rows)
         for by in ("prompt", "episode", "sequence"):
             for seed in (0, 1):
-                deal = pg.minibatches([batch(mine)], 3, by=by, seed=seed, group=group)
+                deal = pg.minibatches([jobs.batch_of(mine)], 3, by=by, seed=seed, group=group)
                 found[size, by, seed] = [
                     [item.sample_name(i) for item in mini for i in range(len(item))] for mini in deal
                 ]
@@ -111,8 +102,8 @@ def compositions(rows: Sequence[Row], groups: dict[int, Any], rank: int) -> dict
 
 
 def ranks(rank: int, world: int) -> dict[str, Any]:
-    rows = named(jobs.rows_of_step(0))
-    whole, mine = batch(rows), jobs.share(rows, rank, world)
+    rows = jobs.rows_of_step(0)
+    whole, mine = jobs.batch_of(rows), jobs.share(rows, rank, world)
     two = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     found: dict[str, Any] = {}
     for path in PATHS:
@@ -126,7 +117,7 @@ def ranks(rank: int, world: int) -> dict[str, Any]:
     found["minibatches"] = compositions(rows, {1: "local", 2: two, 4: dist.group.WORLD}, rank)
 
     for by, ids in (("prompt", "prompt_ids"), ("sequence", "sample_ids")):
-        held = replace(batch(mine), **{ids: None}) if rank == 2 else batch(mine)
+        held = replace(jobs.batch_of(mine), **{ids: None}) if rank == 2 else jobs.batch_of(mine)
         errors = []
         for mini in pg.minibatches([held], 2, by=by):
             try:
@@ -165,7 +156,7 @@ def test_minibatches_are_the_same_on_one_two_and_four_ranks(by: str, seed: int, 
 
 @pytest.mark.parametrize("by", ["prompt", "episode", "sequence"])
 def test_minibatches_are_balanced_in_whole_units(by: str, found: Any) -> None:
-    rows = named(jobs.rows_of_step(0))
+    rows = jobs.rows_of_step(0)
     keys = {"prompt": ("prompt",), "episode": ("prompt", "episode"), "sequence": ("name",)}[by]
     unit = {f"sample '{row['name']}'": tuple(row[key] for key in keys) for row in rows}
     steps = found[0]["minibatches"][1, by, 0]

@@ -6,6 +6,7 @@ One world of four processes; every layout scores whole rows on every rank, held 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jobs
@@ -37,8 +38,6 @@ def bare_batch(rows: Sequence[Row]) -> pg.TokenBatch:
     """Rows as sampled: no log-probs of anybody."""
     whole = jobs.batch_of(rows)
     kept = {name: stream for name, stream in whole.streams.items() if name in ("advantages", "temperature")}
-    from dataclasses import replace
-
     return replace(whole, streams=kept)
 
 
@@ -48,6 +47,12 @@ def judged(batch: pg.TokenBatch, stream: str, rows: Sequence[Row], scores: list[
     gaps = [(line[:-1] - score[1:]).abs().max() for line, score in zip(found, scores, strict=True)]
     assert len(found) == len(rows)
     return float(max(gaps))
+
+
+def heat_of(row: Row) -> list[float]:
+    """The sampler's temperature at what it sampled and at what it was answered; the prompt is scored at 1."""
+    said = zip(row["temperature"], row["action"], row["observation"], strict=True)
+    return [heat if action or observation else 1.0 for heat, action, observation in said]
 
 
 def visit(job: Job, rows: list[Row], scores: dict[str, list[torch.Tensor]]) -> dict[str, Any]:
@@ -133,7 +138,7 @@ def tour(rank: int, world: int) -> dict[str, Any]:
         deterministic_weights(chunks, seed=seed)
         with torch.no_grad():
             scores[stream] = [
-                oracle_logprobs(model_fn(torch.tensor(row["tokens"])[None])[0], row["tokens"], row["temperature"])[0]
+                oracle_logprobs(model_fn(torch.tensor(row["tokens"])[None])[0], row["tokens"], heat_of(row))[0]
                 for row in rows
             ]
     layouts.leave(chunks)

@@ -162,12 +162,12 @@ def test_turns_are_unbroken_runs_and_what_follows_them() -> None:
 
 
 def test_zero_length_rows_are_padding() -> None:
-    batch = pictured("", "cAA", "", "cA", "")
-    assert batch.lengths_S.tolist() == [0, 3, 0, 2, 0] and batch.cu_S1.tolist() == [0, 0, 3, 3, 5, 5]
-    assert batch.targets_T.tolist() == [2, 3, 0, 5, 0] and batch.seq_T.tolist() == [1, 1, 1, 3, 3]
+    batch = pictured("", "cAAA", "", "cA", "")
+    assert batch.lengths_S.tolist() == [0, 4, 0, 2, 0] and batch.cu_S1.tolist() == [0, 0, 4, 4, 6, 6]
+    assert batch.targets_T.tolist() == [2, 3, 4, 0, 6, 0] and batch.seq_T.tolist() == [1, 1, 1, 1, 3, 3]
     spec = pg.presets.reinforce(normalizer="mean(sequence) > mean(token)")
     spec = spec.replace(components=[spec.components[0].replace(units="all")])
-    answer, plain = solve(batch, spec, [-1.0] * 5), solve(pictured("cAA", "cA"), spec, [-1.0] * 5)
+    answer, plain = solve(batch, spec, [-1.0] * 6), solve(pictured("cAAA", "cA"), spec, [-1.0] * 6)
     assert answer.loss == plain.loss and torch.equal(answer.grad_T, plain.grad_T)
     assert answer.plan.counts["rl"]["sequence"] == 2  # not even with units="all"
     assert len(pictured("", "")) == 2 and pictured("", "").tokens_T.numel() == 0
@@ -226,3 +226,13 @@ def test_concatenate_lays_rows_end_to_end() -> None:
     assert concatenate([]) is None and concatenate([whole.select([])]) is None
     picked = concatenate([whole.select([2]), whole.select([0, 1])])
     assert picked is not None and torch.equal(picked.select([1, 2, 0]).tokens_T, whole.tokens_T)
+
+
+def test_traces_and_tensors_go_into_one_step() -> None:
+    """Labels are for people: a batch without them costs the others theirs, and nothing else."""
+    traced, tensors = from_traces(), from_packed()
+    both = concatenate([traced, tensors])
+    assert both is not None and len(both) == 4 and traced.labels and not both.labels
+    assert torch.equal(both.select([0, 1]).targets_T, both.select([2, 3]).targets_T)
+    again = concatenate([traced, traced])
+    assert again is not None and torch.equal(again.labels["role"][:9], traced.labels["role"])

@@ -106,6 +106,15 @@ def test_packed_lengths_must_add_up_to_the_tokens() -> None:
     )
 
 
+def test_one_number_a_row_must_not_be_taken_for_one_a_token() -> None:
+    """Two rows, one of them empty, and two tokens: [0.5, -2] is the advantage of each row, or of each token?"""
+    form = {"tokens": torch.arange(2), "lengths": [2, 0], "action_mask": torch.tensor([False, True])}
+    words = ("advantages can be read as one number a row and as one a token", "2 rows", "leave out rows of length 0")
+    refused(pg.DataError, lambda: pg.TokenBatch.from_packed(advantages=torch.tensor([0.5, -2.0]), **form), *words)
+    same = {"tokens": torch.arange(2), "lengths": [1, 1], "action_mask": torch.zeros(2).bool()}
+    assert len(pg.TokenBatch.from_packed(advantages=torch.tensor([0.5, -2.0]), **same)) == 2
+
+
 def test_scored_streams_must_fit_the_batch() -> None:
     batch = pictured("cAA")
     for stream_T, word in ((torch.zeros(2), "wrong length"), (torch.zeros(3).bfloat16(), "torch.bfloat16")):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .inputs import check_inputs, check_separate_rows, inverse_temperature
-from .node import GivenLogits, Job, merged, outputs
+from .node import GivenLogits, Job
 from .order import RowOrder
 from .result import TokenLogprobs
 from .shard import find_shard
@@ -74,12 +74,8 @@ def token_logprobs(
     shard = find_shard(logits.size(-1), group, vocab_size)
     inverse_tau = inverse_temperature(temperature, targets)
     job = Job(shard, RowOrder.of(logits), entropy, reuse_logits, chunk_elements)
-    if torch.is_grad_enabled() and logits.requires_grad:
-        if reuse_logits:
-            check_separate_rows(logits)
-        logprob, entropies = GivenLogits.apply(logits, targets, inverse_tau, job)
-    else:
-        # No node, so nothing is kept, whatever `reuse_logits` says: there is no gradient to write.
-        whole = merged(logits, targets, inverse_tau, job)
-        logprob, entropies = outputs(whole, logits, job)
+    if reuse_logits and logits.requires_grad and torch.is_grad_enabled():
+        check_separate_rows(logits)
+    # Where nothing requires a gradient, autograd drops the node and all that it would keep.
+    logprob, entropies = GivenLogits.apply(logits, targets, inverse_tau, job)
     return TokenLogprobs(logprob, entropies)

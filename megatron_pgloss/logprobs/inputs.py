@@ -92,9 +92,8 @@ def _inverse_tensor(tau: Tensor, targets: Tensor) -> Tensor:
             expected=f"one number, or {tuple(targets.shape)} (size 1 where it does not vary)",
             got=tuple(tau.shape),
         )
-    good = torch.isfinite(tau) & (tau > 0)
-    if tau.device.type == "cpu" and not bool(good.all()):
-        first = tuple((~good).nonzero()[0].tolist())
+    if tau.device.type == "cpu" and bool(reciprocal(tau).isnan().any()):
+        first = tuple(reciprocal(tau).isnan().nonzero()[0].tolist())
         raise DataError(
             "temperature must be positive and finite at every token",
             got=float(tau[first]),
@@ -103,5 +102,9 @@ def _inverse_tensor(tau: Tensor, targets: Tensor) -> Tensor:
         )
     if tau.dim() and tau.device != targets.device:
         raise DataError("temperature is on another device than the targets", got=tau.device)
-    inverse = torch.where(good, tau.double().reciprocal(), math.nan)
-    return inverse.to(targets.device).expand(targets.shape)
+    return reciprocal(tau).to(targets.device).expand(targets.shape)
+
+
+def reciprocal(tau: Tensor) -> Tensor:
+    """1/tau in float64, NaN where tau is not positive and finite."""
+    return torch.where(torch.isfinite(tau) & (tau > 0), tau.double().reciprocal(), math.nan)

@@ -2,9 +2,9 @@
 
 Shapes: `T` rows, `R` shards in rank order, `C` statistics per row and shard: (lse_r, H_r, u_target)
 or, where no entropy is asked for, (lse_r, u_target). lse_r and H_r are log-sum-exp and entropy of
-the shard's own distribution (-inf and 0 where the shard is padding alone), u_target = z/tau of the
-target where the shard holds it, some number where not. They are float64: float32 would round lse_r at 30 nats to 2e-6,
-and differently on each layout.
+the shard's own distribution (-inf and anything where the shard is padding alone), u_target = z/tau
+of the target where the shard holds it, some number where not. They are float64: float32 would round
+lse_r at 30 nats to 2e-6, and differently on each layout.
 """
 
 from __future__ import annotations

@@ -42,13 +42,13 @@ class GivenLogits(torch.autograd.Function):
         ctx: Any, logits: Tensor, targets: Tensor, inverse_tau: Tensor | None, job: Job
     ) -> tuple[Tensor, Tensor | None]:
         """Measure and merge; keep what backward needs."""
-        whole = merged(logits, targets, inverse_tau, job)
+        whole = _merged(logits, targets, inverse_tau, job)
         # No mark_dirty: reused logits are written in backward, forward leaves them as they are.
         # The targets are cloned since the caller may refill their buffer before backward.
         ctx.save_for_backward(logits, targets.clone(), inverse_tau, *whole)
         ctx.set_materialize_grads(False)
         ctx.job, ctx.spent = job, False
-        return outputs(whole, logits, job)
+        return _outputs(whole, logits, job)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, None, None, None]:
@@ -70,30 +70,27 @@ class GivenLogits(torch.autograd.Function):
             )
         logits, targets, inverse_tau, *whole = ctx.saved_tensors
         ctx.spent = job.reuse_logits
-        with torch.autocast(logits.device.type, enabled=False):
-            gradient = _gradient(logits, upstream, targets, inverse_tau, Merged(*whole), job)
+        gradient = _gradient(logits, upstream, targets, inverse_tau, Merged(*whole), job)
         return gradient, None, None, None
 
 
-def merged(logits: Tensor, targets: Tensor, inverse_tau: Tensor | None, job: Job) -> Merged:
+def _merged(logits: Tensor, targets: Tensor, inverse_tau: Tensor | None, job: Job) -> Merged:
     """The forward pass: one streaming pass over the shard, one collective."""
     order, shard = job.order, job.shard
     target_T = order.flatten(targets)
-    # Autocast has no say here: it would cast float32 maths down.
-    with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
-        stats_TC = measure(
-            logits,
-            target_T - shard.start,
-            None if inverse_tau is None else order.flatten(inverse_tau),
-            order=order,
-            width=shard.width,
-            entropy=job.entropy,
-            chunk_elements=job.chunk_elements,
-        )
-        return merge(stats_TC, target_T, shard)
+    stats_TC = measure(
+        logits,
+        target_T - shard.start,
+        None if inverse_tau is None else order.flatten(inverse_tau),
+        order=order,
+        width=shard.width,
+        entropy=job.entropy,
+        chunk_elements=job.chunk_elements,
+    )
+    return merge(stats_TC, target_T, shard)
 
 
-def outputs(whole: Merged, logits: Tensor, job: Job) -> tuple[Tensor, Tensor | None]:
+def _outputs(whole: Merged, logits: Tensor, job: Job) -> tuple[Tensor, Tensor | None]:
     """Log-prob and entropy in targets' shape, in memory of their own: callers may write there."""
 
     def shaped(value_T: Tensor) -> Tensor:

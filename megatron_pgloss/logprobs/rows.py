@@ -102,17 +102,16 @@ def row_gradient(z_RV: Tensor, rows: RowFactors, scratch: Scratch) -> Tensor:
 def shard_stats(sums: RowSums, inverse_tau_T: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """(lse_r, H_r or None) of the shard's own distribution, float64 [T].
 
-    lse_r = m/tau + log S,  H_r = log S - ln 2 (sum e d)/S: no terms of opposite sign. A row of
-    -inf alone has lse_r = -inf and H_r = 0.
+    lse_r = m/tau + log S,  H_r = log S - ln 2 (sum e d)/S, both parts of which are >= 0. A row of
+    -inf alone has lse_r = -inf and no H_r (NaN).
     """
     log_total_T = sums.total[:, 0].double().log()
     peak_T = _scaled(sums.peak[:, 0].double(), inverse_tau_T)
-    padding_T = peak_T == -math.inf
-    lse_T = torch.where(padding_T, -math.inf, peak_T + log_total_T)
+    lse_T = torch.where(peak_T == -math.inf, -math.inf, peak_T + log_total_T)
     if sums.moment is None:
         return lse_T, None
     mean_T = sums.moment[:, 0].double() * LN2 / sums.total[:, 0].double()
-    return lse_T, torch.where(padding_T, 0.0, log_total_T - mean_T)
+    return lse_T, log_total_T - mean_T
 
 
 def row_factors(

@@ -4,7 +4,6 @@ replica.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from megatron_pgloss.rollouts import TokenBatch, broken
 
 _TEXT = 64
 """int64 words of text for the place of a fault."""
-_HEAD = 4  # speaks, micro-batches seen, length of the text, whether a gradient was asked for
+_HEAD = 4  # speaks, micro-batch reports beyond the plan's, length of the text, whether a gradient was asked for
 
 
 def collect(
@@ -41,23 +40,23 @@ def collect(
     ours = [report for report in reports if all(name in report for name in names)]
     mine = merge_all({name: unpack(name, report[name]) for name in names} for report in ours)
     row = torch.zeros(_HEAD + _TEXT + 2 * len(names), dtype=torch.int64)
-    row[0], row[1], row[3] = int(layout.speaks), len(ours), int(plan.updated)
+    row[0], row[3] = int(layout.speaks), int(plan.updated)
+    row[1] = len(ours) - plan.num_microbatches if layout.last_stage else 0
     if layout.last_stage and mine:
         numbers = torch.stack([mine[name].pack() for name in names]).to("cpu", torch.float64)
         row[_HEAD + _TEXT :] = numbers.contiguous().view(torch.int64).reshape(-1)
-        text = json.dumps(_place(mine, plan)).encode()[: 8 * _TEXT]
+        text = _place(mine, plan).encode()[: 8 * _TEXT]
         row[2] = len(text)
-        row[_HEAD : _HEAD + (len(text) + 7) // 8] = torch.frombuffer(
-            bytearray(text.ljust((len(text) + 7) // 8 * 8)), dtype=torch.int64
-        )
+        row[_HEAD : _HEAD + _TEXT] = torch.frombuffer(bytearray(text.ljust(8 * _TEXT)), dtype=torch.int64)
     ranks = layout.ranks
     rows = ranks.gather(row, ranks.world, ranks.world_size)
-    speakers = rows[rows[:, 0] == 1]
-    if bool((speakers[:, 1] != plan.num_microbatches).any()):
+    wrong = rows[:, 1].nonzero().flatten().tolist()
+    if wrong:
         raise LayoutError(
             "finish got another number of micro-batch reports than planned",
             expected=plan.num_microbatches,
-            got=speakers[:, 1].tolist(),
+            got=plan.num_microbatches + int(rows[wrong[0], 1]),
+            where=f"rank {wrong[0]}",
             fix="pass finish what forward_backward_func returned for this step, once",
         )
     parts, place = [], None
@@ -67,16 +66,17 @@ def collect(
         pairs = other[_HEAD + _TEXT :].contiguous().view(torch.float64).reshape(-1, 2)
         parts.append({name: unpack(name, pair) for name, pair in zip(names, pairs, strict=True)})
         text = other[_HEAD:].contiguous().view(torch.uint8).numpy().tobytes()[: int(other[2])]
-        if place is None and text != b'""':
-            place = f"rank {rank}, {json.loads(text)}"
-    return merge_all(parts), place, bool((speakers[:, 3] == 1).any())
+        if place is None and text:
+            # Cut to its room in bytes, which may split a character.
+            place = f"rank {rank}, {text.decode(errors='ignore')}"
+    return merge_all(parts), place, bool((rows[rows[:, 0] == 1, 3] == 1).any())
 
 
 def _place(mine: Mapping[str, Metric], plan: Plan) -> str:
     """Where this rank's first fault is, or the empty string."""
     for name, metric in mine.items():
         if name.endswith("/fault_at") and math.isfinite(float(metric.value)) and plan.batch is not None:
-            return f"component {name.split('/')[0]}, {where(plan.batch, int(metric.value), 'logits')}"[:400]
+            return f"component {name.split('/')[0]}, {where(plan.batch, int(metric.value), 'logits')}"
     return ""
 
 

@@ -21,7 +21,7 @@ class Streams:
     """Streams ``[N]`` of one component; the ``x`` of a user's term.
 
     ``logp`` is the only one with a gradient (and ``entropy``). Positions outside ``visible`` read as 0. Visible are the
-    component's members, and beside them, for statistics over units, the sampled tokens whose streams are finite.
+    component's members, and beside them, for statistics over units, the sampled tokens of finite log-prob.
     """
 
     def __init__(
@@ -43,8 +43,6 @@ class Streams:
             stream = micro.stream(name)
             if stream is not None:
                 self._constants[name] = stream.reshape(-1)
-                if name != "advantages":
-                    voters_N = voters_N & stream.reshape(-1).isfinite()
         self._sampled = voters_N
         self.visible = self.members | voters_N if component.kind == "term" else self.members  # type: ignore[attr-defined]
         self.logp: Tensor = torch.where(self.visible, logp_N, 0)
@@ -128,28 +126,30 @@ class Streams:
             raise SpecError(
                 f"statistics over {unit!r} are not known inside a micro-batch",
                 expected="'sequence' or 'turn'",
-                fix="prompts and episodes straddle micro-batches: compute them before, as a stream",
+                fix="prompts and episodes straddle micro-batches: put what depends on them into advantages or weights",
             )
         ids_N = {"sequence": micro.seq_N, "turn": micro.turn_N}[unit].to(self.logp.device, non_blocking=True)
         chunk_N = None if micro.chunk_N is None else micro.chunk_N.to(self.logp.device, non_blocking=True)
         return UnitSums(ids_N, micro.units[unit], micro.group, chunk_N, micro.chunks)
 
-    def _voters(self, over: Over) -> Tensor:
-        return self._sampled if over == "sampled" else self.members
+    def _voters(self, over: Over, value_N: Tensor) -> Tensor:
+        # Outside the members a stream may hold anything: a token whose value it broke cannot vote. A broken member votes,
+        # so that its unit's members are found broken with it.
+        return self._sampled & (self.members | value_N.detach().isfinite()) if over == "sampled" else self.members
 
     def unit_mean(self, value_N: Tensor, unit: str = "sequence", over: Over = "sampled") -> Tensor:
         """Mean of ``value_N`` over the unit's action tokens as sampled (or the component's members), at each
         position.
         """
-        return self._units(unit).mean(value_N, self._voters(over))
+        return self._units(unit).mean(value_N, self._voters(over, value_N))
 
     def unit_sum(self, value_N: Tensor, unit: str = "sequence", over: Over = "sampled") -> Tensor:
         """Sum over the unit's action tokens as sampled (or members), at each position."""
-        return self._units(unit).total(value_N, self._voters(over))
+        return self._units(unit).total(value_N, self._voters(over, value_N))
 
     def prefix_sum(self, value_N: Tensor, unit: str = "sequence", over: Over = "sampled") -> Tensor:
         """Sum over the unit's tokens up to and including each position."""
-        return self._units(unit).prefix(value_N, self._voters(over))
+        return self._units(unit).prefix(value_N, self._voters(over, value_N))
 
 
 def _flat(micro: MicroBatch, name: str) -> Tensor:

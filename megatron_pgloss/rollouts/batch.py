@@ -196,6 +196,8 @@ def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch | None:
             changes[item.name] = torch.cat(values)
         elif item.name in _STREAM_DICTS:
             names = sorted({name for value in values for name in value})
+            if item.name == "labels":  # for people to read: those that every batch has
+                names = [name for name in names if all(name in value for value in values)]
             for name in names:
                 _all_or_none(f"{item.name} {name!r}", [name in value for value in values])
             changes[item.name] = {name: torch.cat([value[name] for value in values]) for name in names}

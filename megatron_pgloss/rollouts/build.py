@@ -113,7 +113,13 @@ class _Take:
         value = value.detach()
         if value.device.type != "cpu":
             value = value.cpu()
-        if per_row and tuple(value.shape) == (self.rows,) and (self.rows,) != self.shape:
+        if per_row and tuple(value.shape) == (self.rows,):
+            if (self.rows,) == self.shape and bool((self.lengths_S != 1).any()):
+                raise DataError(
+                    f"{name} can be read as one number a row and as one a token",
+                    got=f"{self.rows} rows and as many tokens",
+                    fix="leave out rows of length 0, which are padding",
+                )
             return torch.repeat_interleave(value, self.lengths_S)
         if tuple(value.shape) != self.shape:
             options = f"{list(self.shape)}" + (f" or [{self.rows}]" if per_row else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_pgloss.spec.components import KL, Clip, Component, CrossEntropy, Entropy, PolicyGradient, Term
+from megatron_pgloss.spec.rules import DropTruncated
 
 if TYPE_CHECKING:
     from megatron_pgloss.spec.loss_spec import LossSpec
@@ -17,7 +18,9 @@ def equation(spec: LossSpec) -> str:
         counted = "" if part.count == "members" else f", counting {part.count}"
         every = "" if part.units == "counted" else ", all units"
         lines.append(f"  {part.name} = [{part.normalizer}{counted}{every}] of {_term(part, spec.old)}")
-    lines += [f"  mask: {mask.reason} on {', '.join(mask.on) if mask.on else 'all'}" for mask in spec.masks]
+    for mask in spec.masks:
+        everywhere = "all over actions" if isinstance(mask, DropTruncated) else "all"
+        lines.append(f"  mask: {mask.reason} on {', '.join(mask.on) if mask.on else everywhere}")
     for rule in spec.corrections:
         lines.append(f"  correction: times min(old/mu, {rule.high:g}) on {', '.join(rule.on)}")
     lines.append(f"  old = {spec.old}; log-ratios bounded to +-{spec.log_ratio_bound:g}")
