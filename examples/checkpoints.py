@@ -28,7 +28,9 @@ def _sharded(chunks: list, optimizer: Optimizer, *, is_loading: bool) -> dict[st
     places = get_param_id_to_sharded_param_map(state, optimizer.params)
     for name in _MOMENTS[optimizer.kind]:
         state[name] = {
-            i: make_sharded_optimizer_tensor(places[i], optimizer.inner.state[param].get(name, torch.zeros_like(param)), name)
+            i: make_sharded_optimizer_tensor(
+                places[i], optimizer.inner.state[param].get(name, torch.zeros_like(param)), name
+            )
             for i, param in enumerate(optimizer.params)
         }
     return state

@@ -15,8 +15,18 @@ from rollouts import Rollout
 from megatron_pgloss import Plan
 from megatron_pgloss.view import TokenCell, TokenRow, learning_curve, token_page
 
-SHOWN = ("success", "greedy", "ratio", "clipped", "entropy", "grad_norm", "seconds")
-"""Figures of an iteration that the progress line shows."""
+SHOWN = {
+    "success": "success",
+    "greedy": "greedy",
+    "ratio": "ratio",
+    "clipped": "clipped",
+    "entropy": "entropy",
+    "grad_norm": "grad norm",
+    "observation_nll": "answers nll",
+    "environment_entropy": "of at least",
+    "seconds": "s",
+}
+"""Figures of an iteration that the progress shows, and how it calls them."""
 
 
 def installed(*modules: str) -> bool:
@@ -33,6 +43,7 @@ class Logbook:
     def __init__(self, folder: str, *, active: bool, append: bool, total: int, plain: bool) -> None:
         self.folder, self.active, self.total = Path(folder), active, total
         self.metrics = self.folder / "metrics.jsonl"
+        self.plain = plain or not sys.stdout.isatty() or not installed("rich")
         self.board, self.bar = None, None
         if not active:
             return
@@ -43,8 +54,11 @@ class Logbook:
             from torch.utils.tensorboard import SummaryWriter
 
             self.board = SummaryWriter(str(self.folder / "tensorboard"))
-        if not plain and sys.stdout.isatty() and installed("rich"):
-            self.bar = _bar(total)
+
+    def start(self) -> None:
+        """Show the progress bar, where there is a terminal for it."""
+        if self.active and not self.plain:
+            self.bar = _bar(self.total)
 
     def say(self, text: str) -> None:
         """Print a line, on rank 0 alone."""
@@ -67,7 +81,8 @@ class Logbook:
         """Show an iteration's figures: in the bar, or as a plain line every so often."""
         if not self.active:
             return
-        figures = "  ".join(f"{name} {line[name]:.3g}" for name in SHOWN if isinstance(line.get(name), float) and not math.isnan(line[name]))
+        shown = {label: line[key] for key, label in SHOWN.items() if isinstance(line.get(key), float)}
+        figures = "  ".join(f"{label} {value:.3g}" for label, value in shown.items() if not math.isnan(value))
         number = line["iteration"] + 1
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=number, figures=figures)
@@ -86,7 +101,11 @@ class Logbook:
         lines = self.lines("iteration")
         greedy = [(line["iteration"], line["greedy"]) for line in lines if line.get("greedy") is not None]
         sampled = [(line["iteration"], line["success"]) for line in lines if line.get("success") is not None]
-        series = {name: tuple(zip(*points, strict=True)) for name, points in (("greedy", greedy), ("sampled", sampled)) if points}
+        series = {
+            name: tuple(zip(*points, strict=True))
+            for name, points in (("greedy", greedy), ("sampled", sampled))
+            if points
+        }
         path = learning_curve(
             self.folder / "curve.png", series, title="Number hunt: success while training",
             x_label="rollout batches", y_label="share of hidden numbers found", hlines=levels, y_range=(0, 1.03),
@@ -98,7 +117,9 @@ class Logbook:
         if not installed("jinja2"):
             return "no token page (pip install jinja2)"
         rows = token_rows(plan, rollouts, hunt)
-        return str(token_page(rows, self.folder / "tokens.html", title=title, subtitle="rows of the last optimizer step"))
+        return str(
+            token_page(rows, self.folder / "tokens.html", title=title, subtitle="rows of the last optimizer step")
+        )
 
     def close(self) -> None:
         """End bar and TensorBoard."""
@@ -112,7 +133,11 @@ def _bar(total: int) -> Any:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     bar = Progress(
-        TextColumn("train"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[figures]}")
+        TextColumn("train"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[figures]}"),
     )
     bar.add_task("train", total=total, figures="")
     bar.start()
@@ -132,7 +157,8 @@ def token_rows(plan: Plan, rollouts: list[Rollout], hunt: Hunt) -> list[TokenRow
         for at in range(start, end - 1):
             role, author = (batch.words[int(batch.labels[label][at])] for label in ("role", "author"))
             parts = {
-                part: (bool(plan.table[f"member/{part}"][at]), float(plan.table[f"weight/{part}"][at])) for part in plan.coef
+                part: (bool(plan.table[f"member/{part}"][at]), float(plan.table[f"weight/{part}"][at]))
+                for part in plan.coef
             }
             action = bool(batch.action_T[at])
             cells.append(

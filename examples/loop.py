@@ -17,7 +17,9 @@ def introduce(run: Run, log: Logbook) -> dict[str, float]:
     """Print layout, loss and task; return the success rates to hold the policy against."""
     at, hunt = run.ranks, run.hunt
     sizes = " x ".join(f"{axis} {getattr(at, axis)}" for axis in ("tp", "pp", "vpp", "cp", "ep", "dp"))
-    log.say(f"world size {dist.get_world_size()}: {sizes}; {run.step.layout.device.type}, {run.args.dtype}, optimizer {run.args.optimizer}")
+    log.say(
+        f"world size {dist.get_world_size()}: {sizes}; {run.step.layout.device.type}, {run.args.dtype}, optimizer {run.args.optimizer}"
+    )
     log.say(f"loss: {run.args.preset}\n{run.spec}")
     levels = {"best strategy": hunt.optimal_success(), "random policy": hunt.random_success()}
     log.say(
@@ -47,20 +49,29 @@ def train(run: Run, log: Logbook) -> tuple[Any, Any]:
 
 def summary(steps: list[dict[str, Any]]) -> dict[str, float]:
     """An iteration's figures from its steps: means, but the ratio of the last."""
+
     def mean(*names: str) -> float:
         return sum(step.get(name, 0.0) for step in steps for name in names) / len(steps)
 
-    found = {"loss": mean("loss"), "grad_norm": mean("grad_norm"), "clipped": mean("rl/clip_low", "rl/clip_high", "rl/clip_dual")}
+    found = {
+        "loss": mean("loss"),
+        "grad_norm": mean("grad_norm"),
+        "clipped": mean("rl/clip_low", "rl/clip_high", "rl/clip_dual"),
+    }
     if "rl/ratio" in steps[-1]:
         found |= {"ratio": steps[-1]["rl/ratio"], "ratio_max": max(step["rl/ratio_max"] for step in steps)}
     return found
 
 
-def report(run: Run, log: Logbook, levels: dict[str, float], before: float, seconds: float, last: tuple[Any, Any]) -> None:
+def report(
+    run: Run, log: Logbook, levels: dict[str, float], before: float, seconds: float, last: tuple[Any, Any]
+) -> None:
     """Final games, files, and everything a reader wants to know at the end."""
     args, hunt = run.args, run.hunt
     after = greedy_success(run.policy, hunt)
-    fresh = sample(run.policy, hunt, -1, seed=args.seed, prompts=hunt.numbers, group_size=8, valid_bonus=0.0, scale=True)
+    fresh = sample(
+        run.policy, hunt, -1, seed=args.seed, prompts=hunt.numbers, group_size=8, valid_bonus=0.0, scale=True
+    )
     observed = run.observations(run.score(to_batches(fresh, hunt, run.spec)), fresh) | run.outcome(fresh)
     cpu = torch.tensor([time.process_time()], dtype=torch.float64, device=run.step.layout.device)
     dist.all_reduce(cpu)
@@ -69,9 +80,13 @@ def report(run: Run, log: Logbook, levels: dict[str, float], before: float, seco
     if not log.active:
         return
     steps = log.lines("step")
-    moved = [sum(step.get(f"rl/clip_{side}") or 0 for side in ("low", "high", "dual")) for step in steps if step["update"]]
+    moved = [
+        sum(step.get(f"rl/clip_{side}") or 0 for side in ("low", "high", "dual")) for step in steps if step["update"]
+    ]
     norms = [step["grad_norm"] for step in steps]
-    log.write({"kind": "end", "greedy_before": before, "greedy_after": after, "train_seconds": seconds, **levels, **observed})
+    log.write(
+        {"kind": "end", "greedy_before": before, "greedy_after": after, "train_seconds": seconds, **levels, **observed}
+    )
     log.say(f"""
 success over all {hunt.numbers} hidden numbers, likeliest tokens
   random policy     {levels["random policy"]:7.1%}
@@ -93,9 +108,12 @@ def run(args: Any) -> None:
     if args.load:
         progress = checkpoints.load(args.load, job.chunks, job.optimizer)
         job.iteration, job.steps = progress["iteration"], progress["steps"]
-    log = Logbook(args.out, active=dist.get_rank() == 0, append=bool(args.load), total=args.iterations, plain=args.plain)
+    log = Logbook(
+        args.out, active=dist.get_rank() == 0, append=bool(args.load), total=args.iterations, plain=args.plain
+    )
     levels = introduce(job, log)
     before = greedy_success(job.policy, job.hunt)
+    log.start()
     started = time.perf_counter()
     last = train(job, log)
     seconds = time.perf_counter() - started

@@ -45,7 +45,8 @@ class Optimizer:
 
             dtype = self.params[0].dtype
             config = OptimizerConfig(
-                optimizer="adam", lr=lr, weight_decay=0.0, clip_grad=clip, adam_beta2=float(__import__("os").environ.get("B2", "0.99")), adam_eps=float(__import__("os").environ.get("EPS", eps)), params_dtype=dtype,
+                optimizer="adam", lr=lr, weight_decay=0.0, clip_grad=clip, adam_beta2=0.99, adam_eps=eps,
+                params_dtype=dtype,
                 bf16=dtype is torch.bfloat16, use_distributed_optimizer=distributed,
             )  # fmt: skip
             self.inner = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)

@@ -28,6 +28,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.record and args.replay:
         parser.error("--record writes what was sampled, --replay samples nothing: give one of them")
+    if args.save and args.distributed_optimizer:
+        parser.error("--save: the distributed optimizer's state cannot be written on every device, leave one out")
+    if args.save and (args.max_steps or 0) % args.updates:
+        parser.error("--save: a checkpoint lies between rollout batches, so --max-steps must be a multiple of --updates")
     if args.optimizer == "megatron" and args.dtype == "float64":
         parser.error("Megatron's optimizers refuse float64: use --optimizer sgd or adam")
     if args.optimizer != "megatron" and (args.dtype == "bf16" or args.distributed_optimizer):
@@ -38,23 +42,21 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def _loss(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--preset", choices=sorted(pg.presets.PRESETS), default="grpo")
     group.add_argument("--kl", type=float, help="coefficient of the KL to the initial policy; None: 0")
-    group.add_argument("--entropy", type=float, default=0.0, help="coefficient of the entropy bonus")
+    group.add_argument("--entropy", type=float, default=0.05, help="coefficient of the entropy bonus; falls to 0")
     group.add_argument("--normalizer", help="e.g. 'mean(token)'; None: the preset's own")
     group.add_argument("--ce", type=float, help="echo: coefficient of the cross entropy")
     group.add_argument("--echo-variant", choices=("paper", "prime_rl"), default="paper")
 
 
 def _layout(group: argparse._ArgumentGroup) -> None:
-    said = "; without any layout flag, 4 processes are tp 2 x pp 2" 
+    said = "; without any layout flag, 4 processes are tp 2 x pp 2"
     group.add_argument("--tp", type=int, help=f"tensor parallel{said}")
     group.add_argument("--pp", type=int, help="pipeline parallel")
     group.add_argument("--vpp", type=int, help="model chunks per pipeline rank")
     group.add_argument("--cp", type=int, help="context parallel")
     group.add_argument("--ep", type=int, help="expert parallel (with --experts)")
     group.add_argument("--sequence-parallel", action="store_true")
-    group.add_argument(
-        "--per-token-loss", action="store_true", help="Megatron's calculate_per_token_loss"
-    )
+    group.add_argument("--per-token-loss", action="store_true", help="Megatron's calculate_per_token_loss")
     group.add_argument("--distributed-optimizer", action="store_true")
     group.add_argument("--sequences", type=int, help="rows per micro-batch (padded)")
     group.add_argument("--max-tokens", type=int, help="tokens per micro-batch (packed), instead")
@@ -64,9 +66,7 @@ def _task(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--numbers", type=int, default=12, help="how many numbers may be hidden")
     group.add_argument("--base", type=int, default=4, help="of the two digits of a guess")
     group.add_argument("--turns", type=int, default=4, help="guesses per episode")
-    group.add_argument(
-        "--valid-bonus", type=float, default=0.2, help="reward for the share of valid guesses"
-    )
+    group.add_argument("--valid-bonus", type=float, default=0.2, help="reward for the share of valid guesses")
     group.add_argument("--layers", type=int, help="None: 2, or one per pipeline chunk if more")
     group.add_argument("--hidden", type=int, default=64)
     group.add_argument("--heads", type=int, default=4)
@@ -77,13 +77,13 @@ def _task(group: argparse._ArgumentGroup) -> None:
 
 def _training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--seed", type=int, default=0)
-    group.add_argument("--iterations", type=int, default=200, help="rollout batches")
+    group.add_argument("--iterations", type=int, default=220, help="rollout batches")
     group.add_argument("--max-steps", type=int, help="end after this many optimizer steps")
     group.add_argument("--prompts", type=int, default=12, help="hidden numbers per iteration")
-    group.add_argument("--group-size", type=int, default=8, help="rollouts per hidden number")
+    group.add_argument("--group-size", type=int, default=16, help="rollouts per hidden number")
     group.add_argument("--updates", type=int, default=4, help="optimizer steps per rollout batch")
     group.add_argument("--optimizer", choices=("megatron", "adam", "sgd"), default="megatron")
-    group.add_argument("--lr", type=float, default=1e-3)
+    group.add_argument("--lr", type=float, default=1e-3, help="falls to a tenth; with --replay, lr and entropy stay")
     group.add_argument("--adam-eps", type=float, default=1e-8, help="Adam's epsilon")
     group.add_argument("--clip-grad", type=float, default=1.0, help="0: off")
     group.add_argument("--eval-every", type=int, default=10, help="iterations between greedy games")
@@ -121,10 +121,10 @@ def spec_of(args: argparse.Namespace, hunt: Hunt) -> pg.LossSpec:
 
 
 def split_of(args: argparse.Namespace) -> pg.Split:
-    """How rows become micro-batches: 12 rows each unless a flag says otherwise."""
+    """How rows become micro-batches: 48 rows each unless a flag says otherwise."""
     if args.max_tokens:
         return pg.Split(max_tokens=args.max_tokens)
-    return pg.Split(sequences=args.sequences or 12)
+    return pg.Split(sequences=args.sequences or 48)
 
 
 def hunt_of(args: argparse.Namespace) -> Hunt:

@@ -40,8 +40,8 @@ def gather(mine: list, layout: Layout) -> list[list]:
     return out
 
 
-def read(path: str) -> dict[int, list[Rollout]]:
-    """Rollouts of a record file by iteration.
+def read(path: str) -> list[list[Rollout]]:
+    """Rollouts of a record file, one list per iteration.
 
     Raises:
         DataError: no such file, no rollouts, or a line of another form.
@@ -57,7 +57,7 @@ def read(path: str) -> dict[int, list[Rollout]]:
         found.setdefault(data["iteration"], []).append(Rollout(**data))
     if not found:
         raise DataError("a record file without rollouts", got=path)
-    return found
+    return [found[iteration] for iteration in sorted(found)]
 
 
 def deal(rollouts: list[Rollout], rank: int, size: int) -> list[Rollout]:

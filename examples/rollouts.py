@@ -81,12 +81,19 @@ class Policy:
         rows, width = -(-count // self.micros), -(-length // self.multiple) * self.multiple
         padded = tokens_BL.new_zeros(rows * self.micros, width)
         padded[:count, :length] = tokens_BL
-        position_K = zigzag(width, self.layout.cp_rank, self.layout.cp_size)[0] if self.layout.cp_size > 1 else torch.arange(width)
+        position_K = (
+            zigzag(width, self.layout.cp_rank, self.layout.cp_size)[0]
+            if self.layout.cp_size > 1
+            else torch.arange(width)
+        )
         mine = (position_K == length - 1).nonzero().flatten().tolist()
         device = self.layout.device
         shards = [part[:, position_K].to(device) for part in padded.split(rows)]
         positions = position_K.expand(rows, -1).to(device)
-        local = slice(self.layout.tp_rank * self.vocab // self.layout.tp_size, (self.layout.tp_rank + 1) * self.vocab // self.layout.tp_size)
+        local = slice(
+            self.layout.tp_rank * self.vocab // self.layout.tp_size,
+            (self.layout.tp_rank + 1) * self.vocab // self.layout.tp_size,
+        )
 
         def pick(logits: Tensor, non_loss_data: bool = True) -> Tensor:
             out_BV = logits.new_zeros(rows, self.vocab, dtype=torch.float64)
@@ -103,7 +110,9 @@ class Policy:
             num_microbatches=self.micros, seq_length=width, micro_batch_size=rows,
             forward_only=True, collect_non_loss_data=True,
         )  # fmt: skip
-        logits_BV = torch.cat(picked) if picked else torch.zeros(len(padded), self.vocab, dtype=torch.float64, device=device)
+        logits_BV = (
+            torch.cat(picked) if picked else torch.zeros(len(padded), self.vocab, dtype=torch.float64, device=device)
+        )
         # Every number is held by one rank and is 0 on the others, so the sums are exact and the same everywhere.
         for group in (self.layout.tp, self.layout.cp, self.layout.pp):
             if group is not None:
@@ -172,7 +181,17 @@ def group_advantages(reward_N: Tensor, group_N: Tensor, *, scale: bool) -> Tenso
     return out_N
 
 
-def sample(policy: Policy, hunt: Hunt, iteration: int, *, seed: int, prompts: int, group_size: int, valid_bonus: float, scale: bool) -> list[Rollout]:
+def sample(
+    policy: Policy,
+    hunt: Hunt,
+    iteration: int,
+    *,
+    seed: int,
+    prompts: int,
+    group_size: int,
+    valid_bonus: float,
+    scale: bool,
+) -> list[Rollout]:
     """This data-parallel rank's part of an iteration's rollouts; advantages are over the whole groups. A collective."""
     order = sorted(range(hunt.numbers), key=lambda number: uniform(seed, iteration, number))
     hidden_N = torch.tensor([order[i % hunt.numbers] for i in range(prompts)]).repeat_interleave(group_size)

@@ -36,7 +36,14 @@ class Run:
         deterministic_weights(self.chunks, seed=args.seed, std=args.init_std)
         self.step = pgm.PolicyLossStep(self.spec, self.chunks, split=options.split_of(args))
         self.policy = Policy(self.step, self.hunt)
-        self.optimizer = Optimizer(args.optimizer, self.chunks, lr=args.lr, eps=args.adam_eps, clip=args.clip_grad, distributed=args.distributed_optimizer)
+        self.optimizer = Optimizer(
+            args.optimizer,
+            self.chunks,
+            lr=args.lr,
+            eps=args.adam_eps,
+            clip=args.clip_grad,
+            distributed=args.distributed_optimizer,
+        )
         self.reference = [[param.detach().clone() for param in chunk.parameters()] for chunk in self.chunks]
         self.replayed = read(args.replay) if args.replay else None
         self.recorder = Recorder(args.record) if args.record else None
@@ -109,10 +116,16 @@ class Run:
         norm = gradient_norm(self.chunks, distributed=self.args.distributed_optimizer)
         if self.step.should_step:
             self.optimizer.step(norm)
-        line = {"grad_norm": norm, "microbatches": plan.num_microbatches, "empty_microbatches": plan.job["empty_microbatches"], "rows": plan.job["rows"], **metrics}
+        line = {
+            "grad_norm": norm,
+            "microbatches": plan.num_microbatches,
+            "empty_microbatches": plan.job["empty_microbatches"],
+            "rows": plan.job["rows"],
+            **metrics,
+        }
         if self.replayed is not None:
-            names = [list(batch.sample_ids or ()) for batch in mini]
-            line["samples"] = sorted(name for part in gather(sum(names, []), self.step.layout) for name in part)
+            names = [name for batch in mini for name in batch.sample_ids or ()]
+            line["samples"] = sorted(name for part in gather(names, self.step.layout) for name in part)
         return line, plan
 
     def iterate(self) -> Iterator[tuple[dict[str, Any], pg.Plan, list[Rollout]]]:
@@ -121,7 +134,9 @@ class Run:
         rollouts = self.rollouts(iteration)
         batches = self.score(to_batches(rollouts, self.hunt, self.spec))
         self.figures = self.observations(batches, rollouts) | self.outcome(rollouts)
-        for update, mini in enumerate(pg.minibatches(batches, args.updates, by="prompt", seed=1_000_003 * args.seed + iteration)):
+        for update, mini in enumerate(
+            pg.minibatches(batches, args.updates, by="prompt", seed=1_000_003 * args.seed + iteration)
+        ):
             line, plan = self.update(mini)
             yield {"kind": "step", "iteration": iteration, "update": update, "step": self.steps, **line}, plan, rollouts
             self.steps += 1
@@ -147,6 +162,8 @@ class Run:
 
     def outcome(self, rollouts: list[Rollout]) -> dict[str, float]:
         """Means over the rollouts of all ranks; entropy as the mean of -log pi of what was sampled."""
-        rows = torch.tensor([(r.success, r.reward, -sum(r.logprobs), len(r.logprobs), 1) for r in rollouts], dtype=torch.float64)
+        rows = torch.tensor(
+            [(r.success, r.reward, -sum(r.logprobs), len(r.logprobs), 1) for r in rollouts], dtype=torch.float64
+        )
         success, reward, surprise, tokens, count = self._sum(rows.reshape(-1, 5).sum(0)).tolist()
         return {"success": success / count, "reward": reward / count, "entropy": surprise / tokens}

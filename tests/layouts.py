@@ -44,7 +44,6 @@ FOUR = {
     "dp4, one rank empty": Layout(Job(empty_rank=True)),
     "dp4 overlap_grad_reduce": Layout(Job(model=OVERLAP)),
     "dp4 distributed optimizer": Layout(Job(model=DISTOPT)),
-    "dp4 distributed optimizer, overlap": Layout(Job(model=DISTOPT | OVERLAP)),
     # Megatron-Core forbids averaging collectives in per-token mode.
     "dp4 average_in_collective": Layout(Job(model=dict(average_in_collective=True)), flags=(False,)),
     "tp2": Layout(Job(tp=2)),
@@ -53,12 +52,12 @@ FOUR = {
     "tp4, padded vocabulary": Layout(Job(tp=4, model=dict(vocab_size=30), options=dict(vocab_size=30)), Data(vocab=30)),
     "pp2": Layout(Job(pp=2, split=pg.Split(sequences=1))),
     "pp2, one rank empty": Layout(Job(pp=2, empty_rank=True)),
-    "pp4": Layout(Job(pp=4)),
     "pp2, loss scale": Layout(Job(pp=2, loss_scale=1024.0)),
     "pp2, variable lengths": Layout(Job(pp=2, model=dict(variable_seq_lengths=True))),
     "pp2 vpp2": Layout(Job(pp=2, vpp=2)),
     "pp2 vpp2, one rank empty": Layout(Job(pp=2, vpp=2, empty_rank=True)),
-    "pp2 vpp2 overlap_grad_reduce": Layout(Job(pp=2, vpp=2, model=OVERLAP)),
+    # Three micro-batches, which the interleaved schedule does not accept: a fourth is made.
+    "pp2 vpp2 overlap_grad_reduce": Layout(Job(pp=2, vpp=2, model=OVERLAP, split=pg.Split(sequences=3))),
     "cp2": Layout(Job(cp=2)),
     "cp2, one rank empty": Layout(Job(cp=2, empty_rank=True)),
     "cp2, selective recompute": Layout(Job(cp=2, model=dict(recompute="selective"))),
@@ -123,6 +122,7 @@ def leave(chunks: list[Any]) -> None:
     chunks.clear()
     destroy_parallel()
     gc.collect()
+    gc.freeze()  # what is left are modules and functions: the next collection need not walk them again
 
 
 class Judge:

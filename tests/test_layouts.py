@@ -18,7 +18,7 @@ import layouts
 import pytest
 from worlds import run_world
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(900)]
 TOLERANCE = 1e-10
 CASES = [(name, flag) for names in (layouts.FOUR, layouts.TWO) for name, at in names.items() for flag in at.flags]
 
@@ -28,7 +28,7 @@ def visits(table: list[str]) -> dict[tuple[str, bool], list[dict[str, Any]]]:
     """Layout and flag to what every rank brought home."""
     started, found = time.monotonic(), {}
     for world, names in ((4, layouts.FOUR), (2, layouts.TWO)):
-        results = run_world(layouts.tour, world, list(names), timeout=280)
+        results = run_world(layouts.tour, world, list(names), timeout=800)
         found |= {key: [by_rank[key] for by_rank in results] for key in results[0]}
     table.append("against the float64 oracle, the worst of both specs and flags: loss, and gradient of a parameter")
     everything = []

@@ -133,8 +133,8 @@ class Streams:
         return UnitSums(ids_N, micro.units[unit], micro.group, chunk_N, micro.chunks)
 
     def _voters(self, over: Over, value_N: Tensor) -> Tensor:
-        # Outside the members a stream may hold anything: a token whose value it broke cannot vote. A broken member votes,
-        # so that its unit's members are found broken with it.
+        # Outside the members a stream may hold anything: a token whose value it broke cannot vote. A broken member
+        # does, so that the members of its unit are found broken with it.
         return self._sampled & (self.members | value_N.detach().isfinite()) if over == "sampled" else self.members
 
     def unit_mean(self, value_N: Tensor, unit: str = "sequence", over: Over = "sampled") -> Tensor:
