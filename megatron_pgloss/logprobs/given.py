@@ -55,7 +55,7 @@ def token_logprobs(
             matter. Without it the logits are never written to.
         chunk_elements: logits worked on at a time. Scratch memory is two buffers of this many
             elements (one row at least) in the dtype of the maths, and a third in the logits' where
-            live rows have holes. None: 2^18 on a CPU, which fits a core's cache, else 2^24.
+            live rows have holes. None: on a CPU 2^18 a thread, which fits a core's cache; else 2^24.
 
     Returns:
         TokenLogprobs: ``logprob`` and ``entropy`` (or None) of targets' shape, float32 (float64).
@@ -69,7 +69,8 @@ def token_logprobs(
         UnsupportedError: (in backward) a second one through reused logits, or create_graph=True.
     """
     if chunk_elements is None:
-        chunk_elements = 2**18 if logits.device.type == "cpu" else 2**24
+        on_cpu = logits.device.type == "cpu"
+        chunk_elements = 2**18 * torch.get_num_threads() if on_cpu else 2**24
     check_inputs(logits, targets, chunk_elements)
     shard = find_shard(logits.size(-1), group, vocab_size)
     inverse_tau = inverse_temperature(temperature, targets)
