@@ -18,14 +18,16 @@ def introduce(run: Run, log: Logbook) -> dict[str, float]:
     at, hunt = run.ranks, run.hunt
     sizes = " x ".join(f"{axis} {getattr(at, axis)}" for axis in ("tp", "pp", "vpp", "cp", "ep", "dp"))
     log.say(
-        f"world size {dist.get_world_size()}: {sizes}; {run.step.layout.device.type}, {run.args.dtype}, optimizer {run.args.optimizer}"
+        f"world size {dist.get_world_size()}: {sizes}; {run.step.layout.device.type}, {run.args.dtype}, "
+        f"optimizer {run.args.optimizer}"
     )
     log.say(f"loss: {run.args.preset}\n{run.spec}")
     levels = {"best strategy": hunt.optimal_success(), "random policy": hunt.random_success()}
     log.say(
         f"task: one of {hunt.numbers} numbers is hidden, {hunt.turns} guesses of two base-{hunt.base} digits; "
         f"guessing blindly finds {levels['random policy']:.1%} "
-        f"({hunt.random_success('valid'):.1%} if every guess were valid), the best strategy {levels['best strategy']:.1%}"
+        f"({hunt.random_success('valid'):.1%} if every guess were valid), the best strategy "
+        f"{levels['best strategy']:.1%}"
     )
     return levels
 
@@ -35,7 +37,7 @@ def train(run: Run, log: Logbook) -> tuple[Any, Any]:
     args, plan, rollouts = run.args, None, []
     while not run.ended:
         started, iteration, steps = time.perf_counter(), run.iteration, []
-        for line, plan, rollouts in run.iterate():
+        for line, plan, rollouts in run.iterate():  # noqa: B007  the last ones are returned
             log.write(line)
             steps.append(line)
         line = {"kind": "iteration", "iteration": iteration, **run.figures, **summary(steps)}
@@ -83,6 +85,7 @@ def report(
     moved = [
         sum(step.get(f"rl/clip_{side}") or 0 for side in ("low", "high", "dual")) for step in steps if step["update"]
     ]
+    clipped = sum(moved) / max(len(moved), 1)
     norms = [step["grad_norm"] for step in steps]
     log.write(
         {"kind": "end", "greedy_before": before, "greedy_after": after, "train_seconds": seconds, **levels, **observed}
@@ -93,8 +96,10 @@ success over all {hunt.numbers} hidden numbers, likeliest tokens
   before training   {before:7.1%}
   after training    {after:7.1%}
   best strategy     {levels["best strategy"]:7.1%}
-answers of the environment, on fresh rollouts: observation nll {observed["observation_nll"]:.3f}, environment entropy {observed["environment_entropy"]:.3f} nats
-clipped tokens after a batch's first update: {min(moved, default=0):.1%} to {max(moved, default=0):.1%}, mean {sum(moved) / max(len(moved), 1):.1%}
+answers of the environment, on fresh rollouts, in nats
+  observation nll      {observed["observation_nll"]:.3f}
+  environment entropy  {observed["environment_entropy"]:.3f}
+clipped tokens after the first update: {min(moved, default=0):.1%} to {max(moved, default=0):.1%}, mean {clipped:.1%}
 gradient norm: {min(norms):.3g} to {max(norms):.3g} over {len(norms)} steps
 training took {seconds:.0f} s ({float(cpu):.0f} s of processor time over all processes, start-up included)
 metrics     {log.metrics}

@@ -1,4 +1,4 @@
-"""The optimizer behind one face: Megatron's own, or plain torch on ``main_grad`` (float64 too), and the gradient norm."""
+"""The optimizer behind one face (Megatron's own, or plain torch on ``main_grad``, float64 too), and the norm."""
 
 from __future__ import annotations
 

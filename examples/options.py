@@ -31,7 +31,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.save and args.distributed_optimizer:
         parser.error("--save: the distributed optimizer's state cannot be written on every device, leave one out")
     if args.save and (args.max_steps or 0) % args.updates:
-        parser.error("--save: a checkpoint lies between rollout batches, so --max-steps must be a multiple of --updates")
+        parser.error(
+            "--save: a checkpoint lies between rollout batches, so --max-steps must be a multiple of --updates"
+        )
     if args.optimizer == "megatron" and args.dtype == "float64":
         parser.error("Megatron's optimizers refuse float64: use --optimizer sgd or adam")
     if args.optimizer != "megatron" and (args.dtype == "bf16" or args.distributed_optimizer):

@@ -168,7 +168,7 @@ def greedy_success(policy: Policy, hunt: Hunt) -> float:
 
 
 def group_advantages(reward_N: Tensor, group_N: Tensor, *, scale: bool) -> Tensor:
-    """Reward less the mean of its group, over the group's standard deviation where ``scale`` (GRPO 2402.03300, section 4.1.2).
+    """Reward less the mean of its group, over the group's standard deviation where ``scale`` (2402.03300, 4.1.2).
 
     A group whose rewards are all equal teaches nothing: 0. float64 [N], int64 [N] -> float64 [N].
     """
@@ -214,7 +214,8 @@ def sample(
     return [
         Rollout(
             iteration=iteration, index=row, hidden=int(hidden_N[row]),
-            tokens=tokens_BL[b, : 1 + 3 * int(state.turn[b])].tolist(), logprobs=logp_BA[b, : 2 * int(state.turn[b])].tolist(),
+            tokens=tokens_BL[b, : 1 + 3 * int(state.turn[b])].tolist(),
+            logprobs=logp_BA[b, : 2 * int(state.turn[b])].tolist(),
             reward=float(reward_B[b]), success=int(state.termination[b]) == SUCCESS, advantage=float(advantage_N[row]),
         )
         for b, row in enumerate(range(first, last))

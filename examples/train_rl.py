@@ -2,8 +2,8 @@
 
     python -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_rl.py
 
-Four processes are tensor parallel 2 x pipeline parallel 2 unless a flag says otherwise; no GPU is needed. ``--help`` lists
-the flags. Rollouts are drawn from the very model that is trained, under its layout; nothing is pre-recorded.
+Four processes are tensor parallel 2 x pipeline parallel 2 unless a flag says otherwise; no GPU is needed. ``--help``
+lists the flags. Rollouts are drawn from the very model that is trained, under its layout; nothing is pre-recorded.
 """
 
 from __future__ import annotations

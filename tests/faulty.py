@@ -10,9 +10,9 @@ from typing import Any
 import jobs
 import torch
 import torch.distributed as dist
-from data import Row
 
 import megatron_pgloss as pg
+from data import Row
 
 Given = dict[str, Any]
 GUILTY = 2

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from data import Row, attach_streams, make_rows
 
 import megatron_pgloss as pg
+from data import Row, attach_streams, make_rows
 
 VOCAB, WIDTH = 32, 40
 
@@ -25,7 +25,7 @@ class Job:
     cp: int = 1
     ep: int = 1
     per_token: bool = False
-    split: pg.Split = pg.Split(sequences=2)
+    split: pg.Split = field(default_factory=lambda: pg.Split(sequences=2))
     empty_rank: bool = False
     """The last data-parallel rank has no rows."""
     model: dict[str, Any] = field(default_factory=dict)
@@ -40,10 +40,14 @@ class Job:
     @property
     def name(self) -> str:
         """For the tables of tests."""
-        axes = [f"{axis}{getattr(self, axis)}" for axis in ("tp", "pp", "vpp", "cp", "ep") if (getattr(self, axis) or 1) > 1]
+        axes = [
+            f"{axis}{getattr(self, axis)}" for axis in ("tp", "pp", "vpp", "cp", "ep") if (getattr(self, axis) or 1) > 1
+        ]
         extra = [key for key, value in self.model.items() if value]
         tail = [*extra, "packed"] if self.split.packed else extra
-        return " ".join([*axes, *tail, "per_token" if self.per_token else "", "empty_rank" if self.empty_rank else ""]).strip()
+        return " ".join(
+            [*axes, *tail, "per_token" if self.per_token else "", "empty_rank" if self.empty_rank else ""]
+        ).strip()
 
 
 def rows_of_step(seed: int = 0, model_fn: Any = None, **more: Any) -> list[Row]:
@@ -54,7 +58,9 @@ def rows_of_step(seed: int = 0, model_fn: Any = None, **more: Any) -> list[Row]:
     if model_fn is not None:
         with torch.no_grad():
             scored = [
-                oracle_logprobs(model_fn(torch.tensor(row["tokens"])[None])[0], row["tokens"], row.get("temperature"))[0]
+                oracle_logprobs(model_fn(torch.tensor(row["tokens"])[None])[0], row["tokens"], row.get("temperature"))[
+                    0
+                ]
                 for row in rows
             ]
         attach_streams(rows, scored, seed)
@@ -64,6 +70,7 @@ def rows_of_step(seed: int = 0, model_fn: Any = None, **more: Any) -> list[Row]:
 
 def batch_of(rows: Sequence[Row], weights: Sequence[str] = (), dtype: torch.dtype = torch.float64) -> pg.TokenBatch:
     """The rows as a user would hand them over, packed, in token order."""
+
     def flat(name: str) -> torch.Tensor:
         return torch.tensor([value for row in rows for value in row[name]], dtype=dtype)
 
@@ -87,7 +94,8 @@ def batch_of(rows: Sequence[Row], weights: Sequence[str] = (), dtype: torch.dtyp
         terminations=[row["termination"] for row in rows],
         masks={"keep": torch.tensor([value for row in rows for value in row["masks"]["keep"]])},
         weights={
-            name: torch.tensor([value for row in rows for value in row["weights"][name]], dtype=dtype) for name in weights
+            name: torch.tensor([value for row in rows for value in row["weights"][name]], dtype=dtype)
+            for name in weights
         },
     )
 
@@ -136,7 +144,9 @@ def run_schedule(step: Any, chunks: list[Any], forward_only: bool = False, **mor
     )
 
 
-def one_step(job: Job, chunks: list[Any], where: Any, spec: pg.LossSpec, rows: Sequence[Row], **options: Any) -> tuple[dict[str, float], dict[str, torch.Tensor], Any]:
+def one_step(
+    job: Job, chunks: list[Any], where: Any, spec: pg.LossSpec, rows: Sequence[Row], **options: Any
+) -> tuple[dict[str, float], dict[str, torch.Tensor], Any]:
     """Plan, schedule, finish; metrics and every parameter's whole gradient."""
     from megatron_pgloss import megatron as pgm
     from megatron_pgloss.verify.reshard import full_gradients
@@ -182,7 +192,9 @@ def oracle_model(**fields: Any) -> tuple[Any, Any]:
     return chunks, model_fn
 
 
-def oracle_answer(chunks: Any, model_fn: Any, rows: Sequence[Row], spec: pg.LossSpec, terms: dict[str, Any] | None = None) -> tuple[float, dict[str, torch.Tensor], dict]:
+def oracle_answer(
+    chunks: Any, model_fn: Any, rows: Sequence[Row], spec: pg.LossSpec, terms: dict[str, Any] | None = None
+) -> tuple[float, dict[str, torch.Tensor], dict]:
     """Loss and gradients by the oracle, for the parameters of the model in this process."""
     from megatron_pgloss.verify.oracle import oracle_step
     from megatron_pgloss.verify.reshard import placements

@@ -28,10 +28,7 @@ def row(action: str, **more: Any) -> dict[str, Any]:
 
 def leaves(rows: list[dict[str, Any]], value: float = -1.0) -> list[Tensor]:
     """One log-prob leaf per row."""
-    return [
-        torch.full((len(r["tokens"]),), value, dtype=torch.float64, requires_grad=True)
-        for r in rows
-    ]
+    return [torch.full((len(r["tokens"]),), value, dtype=torch.float64, requires_grad=True) for r in rows]
 
 
 def leaf(*values: float) -> list[Tensor]:

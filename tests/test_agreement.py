@@ -4,6 +4,9 @@ A world of four. The limit of 20 s per case is for a rank that waits for another
 the world's deadline instead.
 """
 
+# Lambdas run inside the iteration that makes them; models are deleted at its end, before their groups go.
+# ruff: noqa: B023, F821
+
 from __future__ import annotations
 
 import gc
@@ -17,9 +20,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from faulty import GUILTY, dealt, outcome, padded, plan_faults
-from worlds import run_world
 
 import megatron_pgloss as pg
+from worlds import run_world
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 LIMIT = 20.0
@@ -57,7 +60,9 @@ def disagreements(rank: int, world: int) -> dict[str, tuple[str, str, float]]:
     found["weights on some ranks"] = outcome(planned(given | weights if me else given))
     found["two faulty ranks"] = outcome(planned(faulty.first_token(given) if rank in (1, 3) else given))
     names = {"sample_ids": [f"{'long ' * 600}{i}" for i in range(len(rows))]}
-    found["a long name"] = outcome(planned(faulty.at_action(given | names, "old_logprobs", float("nan")) if me else given))
+    found["a long name"] = outcome(
+        planned(faulty.at_action(given | names, "old_logprobs", float("nan")) if me else given)
+    )
     found["over the token budget"] = outcome(planned(split=pg.Split(max_tokens=39)))
     found["no batch object"] = outcome(planned(batches=[given] if me else None))
     pair = [pg.TokenBatch.from_padded(**given), pg.TokenBatch.from_padded(**fewer)]
@@ -103,7 +108,9 @@ def replicas(rank: int, world: int) -> dict[str, tuple[str, str, float]]:
         found[f"{axis}: off the vocabulary"] = outcome(lambda: step.begin([off if me else batch]))
         found[f"{axis}: off the vocabulary, in score"] = outcome(lambda: step.score([off if me else batch], into="old"))
         found[f"{axis}: legal"] = outcome(lambda: step.begin([batch]))
-        found[f"{axis}: legal, one replica without rows"] = outcome(lambda: step.begin([batch] if where.dp_rank else []))
+        found[f"{axis}: legal, one replica without rows"] = outcome(
+            lambda: step.begin([batch] if where.dp_rank else [])
+        )
         found[f"{axis}: nobody has rows"] = outcome(lambda: step.begin([]))
         del chunks, step
         destroy_parallel()

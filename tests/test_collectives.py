@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import Job
-from worlds import run_world
 
 import megatron_pgloss as pg
+from worlds import run_world
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 NAMES = [
@@ -184,11 +184,15 @@ def test_scoring_joins_context_ranks_and_tells_pipeline_ranks_once(name: str, fo
     for seen in (by_rank[name] for by_rank in found):
         want = {"world": 1} | ({"pp": 1} if "pp" in seen["axes"] else {})
         if seen["last"]:
-            want |= ({"tp": seen["number"]} if "tp" in seen["axes"] else {}) | ({"cp": 1} if "cp" in seen["axes"] else {})
+            want |= ({"tp": seen["number"]} if "tp" in seen["axes"] else {}) | (
+                {"cp": 1} if "cp" in seen["axes"] else {}
+            )
         assert seen["score"] == want
 
 
 def test_the_cases_differ_in_what_must_not_matter(found: Any) -> None:
     numbers = {name: found[0][name]["number"] for name in CASES}
-    assert len({numbers[name] for name in ("tp2, every component", "tp2, larger micro-batches", "tp2, fewer rows")}) == 3
+    assert (
+        len({numbers[name] for name in ("tp2, every component", "tp2, larger micro-batches", "tp2, fewer rows")}) == 3
+    )
     assert numbers["tp2, every component"] >= 3

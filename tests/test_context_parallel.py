@@ -13,19 +13,21 @@ import jobs
 import layouts
 import pytest
 import torch
-from data import Row, attach_streams
 from jobs import Job
-from worlds import run_world
 
 import megatron_pgloss as pg
+from data import Row, attach_streams
 from megatron_pgloss.megatron.context_parallel import shard, zigzag
 from megatron_pgloss.planning import Arrangement
+from worlds import run_world
 
 IGN = -100
 PACKED = pg.Split(max_tokens=32)
 
 
-def micro_of(tokens: list[list[int]], masks: list[list[int]], cp: int, split: pg.Split, path: str = "mean(token)") -> Any:
+def micro_of(
+    tokens: list[list[int]], masks: list[list[int]], cp: int, split: pg.Split, path: str = "mean(token)"
+) -> Any:
     """The one micro-batch of these rows; ``masks[i][t]``: the policy sampled token t."""
     flat = torch.tensor([token for row in tokens for token in row])
     batch = pg.TokenBatch.from_packed(
@@ -44,9 +46,7 @@ def micro_of(tokens: list[list[int]], masks: list[list[int]], cp: int, split: pg
 def held(micro: Any, cp: int) -> list[tuple[list[list[int]], list[list[int]]]]:
     """Every rank's tokens and its labels, IGN where nothing is trained."""
     shards = [shard(micro, rank, cp, None) for rank in range(cp)]
-    return [
-        (part.input_ids.tolist(), torch.where(part.members("rl"), part.targets, IGN).tolist()) for part in shards
-    ]
+    return [(part.input_ids.tolist(), torch.where(part.members("rl"), part.targets, IGN).tolist()) for part in shards]
 
 
 def test_tokens_and_labels_at_chunk_borders_by_hand() -> None:
@@ -134,7 +134,8 @@ def rows_inside_one_rank(model_fn: Any, hit: int, count: int) -> list[Row]:
         tokens = [(7 * i + 5 * k + k * k) % jobs.VOCAB for k in range(16)]
         action = [k > 1 if i < hit else k >= 14 for k in range(16)]
         rows.append({
-            "name": f"r{i}", "tokens": tokens, "action": action, "observation": [False] * 16, "prompt": f"p{i // 2}", "episode": i,
+            "name": f"r{i}", "tokens": tokens, "action": action, "observation": [False] * 16,
+            "prompt": f"p{i // 2}", "episode": i,
             "advantages": [(-1.0) ** i] * 16, "masks": {"keep": [True] * 16}, "weights": {"rl": [1.0] * 16},
             "termination": "success", "temperature": None, "turn": None,
         })  # fmt: skip
@@ -188,7 +189,9 @@ def against_megatron() -> list[bool]:
     same = []
     for cp in (2, 4):
         at = init_parallel(cp=cp)
-        micro = micro_of([[*range(100, 116)], [*range(200, 211)]], [[0, *[1] * 15], [0, *[1] * 10]], cp, pg.Split(sequences=2))
+        micro = micro_of(
+            [[*range(100, 116)], [*range(200, 211)]], [[0, *[1] * 15], [0, *[1] * 10]], cp, pg.Split(sequences=2)
+        )
         mine = shard(micro, at.cp_rank, cp, None)
         whole = {"tokens": micro.input_ids, "labels": micro.targets, "position_ids": micro.position_ids}
         more: dict[str, Any] = {"cp_group": parallel_state.get_context_parallel_group()}
@@ -218,7 +221,7 @@ def test_ranks_and_shards_without_members_end_in_time_with_the_oracles_gradient(
 
 @pytest.mark.multiproc
 def test_some_ranks_really_had_no_member(found: Any) -> None:
-    for name, (job, hit) in JOBS.items():
+    for name, (_, hit) in JOBS.items():
         by_rank = [sum(at[name][4]) for at in found]
         by_shard = [count for at in found for count in at[name][4]]
         assert 0 in by_shard, name

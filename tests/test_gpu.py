@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from data import make_rows
 from jobs import batch_of
 
 import megatron_pgloss as pg
+from data import make_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -74,8 +74,8 @@ def test_reuse_logits_allocates_less_than_a_tenth_of_a_byte_per_logit() -> None:
 
 def test_a_step_of_a_real_model_on_one_gpu_equals_the_oracle(tmp_path: Any) -> None:
     import torch.distributed as dist
-
     from jobs import Job, build, one_step, oracle_answer, rows_of_step, worst
+
     from megatron_pgloss.verify.models import destroy_parallel
 
     dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
@@ -93,7 +93,6 @@ def test_a_step_of_a_real_model_on_one_gpu_equals_the_oracle(tmp_path: Any) -> N
         metrics, grads, _ = one_step(job, chunks, where, _spec(), rows)
         assert abs(metrics["loss"] - loss) <= 1e-5 * abs(loss)
         assert worst(grads, {name: grad.cpu() for name, grad in reference.items()})[0] <= 1e-4
-        del chunks
         destroy_parallel()
     finally:
         dist.destroy_process_group()

@@ -49,9 +49,7 @@ def test_vocabulary_is_padded_to_its_multiple_and_no_further(base, multiple):
     assert len(set(hunt.vocab)) == hunt.vocab_size
 
 
-@pytest.mark.parametrize(
-    "fields", [{"numbers": 17}, {"numbers": 0}, {"base": 1}, {"turns": 0}, {"vocab_multiple": 0}]
-)
+@pytest.mark.parametrize("fields", [{"numbers": 17}, {"numbers": 0}, {"base": 1}, {"turns": 0}, {"vocab_multiple": 0}])
 def test_impossible_fields_are_refused(fields):
     with pytest.raises(ValueError, match=r"numbers|turns"):
         Hunt(**fields)
@@ -77,9 +75,7 @@ def test_every_guess_of_the_whole_vocabulary(hunt):
     for hidden in range(hunt.numbers):
         state = hunt.reset(torch.full((len(pairs),), hidden))
         observation, done = hunt.step(state, torch.tensor(pairs))
-        for (high, low), token, over in zip(
-            pairs, observation.tolist(), done.tolist(), strict=True
-        ):
+        for (high, low), token, over in zip(pairs, observation.tolist(), done.tolist(), strict=True):
             code = high * hunt.base + low
             if high >= hunt.base or low >= hunt.base or code >= hunt.numbers:
                 expected = "invalid"
@@ -147,9 +143,7 @@ def test_bad_hidden_numbers_are_refused(hidden):
         Hunt().reset(hidden)
 
 
-@pytest.mark.parametrize(
-    "guess", [torch.tensor([[0, 12]]), torch.tensor([[-1, 0]]), torch.tensor([0, 0])]
-)
+@pytest.mark.parametrize("guess", [torch.tensor([[0, 12]]), torch.tensor([[-1, 0]]), torch.tensor([0, 0])])
 def test_bad_guesses_are_refused(guess):
     hunt = Hunt()
     with pytest.raises(ValueError, match="guess: expected"):
@@ -318,9 +312,7 @@ def clumsy(hunt: Hunt):
     """Invalid first, then a fixed number: guesses that the interval has ruled out occur."""
     bad = torch.tensor([hunt.token("pad"), 0])
     return lambda history, state: (
-        bad.expand(len(history), 2)
-        if history.shape[1] == 1
-        else hunt.encode_guess(state.low * 0 + 2)
+        bad.expand(len(history), 2) if history.shape[1] == 1 else hunt.encode_guess(state.low * 0 + 2)
     )
 
 

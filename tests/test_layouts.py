@@ -16,6 +16,7 @@ from typing import Any
 import jobs
 import layouts
 import pytest
+
 from worlds import run_world
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -54,9 +55,7 @@ def test_loss_and_every_gradient_equal_the_oracle(name: str, per_token: bool, sp
 
 @pytest.mark.parametrize("spec", layouts.SPECS)
 @pytest.mark.parametrize(("name", "per_token"), CASES)
-def test_metrics_are_the_oracles_and_the_same_on_all_ranks(
-    name: str, per_token: bool, spec: str, visits: Any
-) -> None:
+def test_metrics_are_the_oracles_and_the_same_on_all_ranks(name: str, per_token: bool, spec: str, visits: Any) -> None:
     ranks = [by_rank[spec] for by_rank in visits[name, per_token]]
     metric, gap = ranks[0]["metric_gap"]
     assert gap < 1e-12, metric

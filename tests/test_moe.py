@@ -17,9 +17,9 @@ import torch
 from faulty import outcome
 from jobs import Job
 from layouts import SP
-from worlds import run_world
 
 import megatron_pgloss as pg
+from worlds import run_world
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 EXPERTS = dict(experts=4, topk=2)
@@ -86,7 +86,7 @@ def refused(rows: list[Any]) -> dict[str, Any]:
         batches = jobs.batches_of(job, where, pg.presets.dapo(), rows)
         for allowed in (False, True):
             step = pgm.PolicyLossStep(pg.presets.dapo(), chunks, split=job.split, allow_empty_microbatches=allowed)
-            found[name, allowed] = outcome(lambda step=step: step.begin(batches))[:2]
+            found[name, allowed] = outcome(lambda step=step, batches=batches: step.begin(batches))[:2]
         found[name, "plan"] = step.plan.report() if name == "aux" else ""
         layouts.leave(chunks)
     return found

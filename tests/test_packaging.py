@@ -128,9 +128,7 @@ def test_import_needs_neither_megatron_core_nor_optional_libraries() -> None:
 
 @pytest.mark.parametrize("script", ["tools/test.sh", "tools/train.sh"])
 def test_script_explains_itself_without_installing(script: str) -> None:
-    done = subprocess.run(
-        ["bash", str(ROOT / script), "--help"], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run(["bash", str(ROOT / script), "--help"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert f"{script} [" in done.stdout
 

@@ -176,9 +176,10 @@ def test_a_scoring_plan_needs_no_spec_and_no_streams() -> None:
     batch = pictured("cAA", "ccc", temperature=torch.tensor([0.0, 0.5, 0.5, 0.0, 0.0, 0.0]))
     plan = pg.plan([batch], None, split=pg.Split(sequences=1))
     assert plan.coef == {} and plan.counts == {} and not plan.has_signal and plan.num_microbatches == 2
-    micro = next(plan.microbatches())
-    assert micro.targets.tolist() == [[2, 3, 0]] and micro.temperature is not None
+    micro, context = plan.microbatches()
+    assert micro.targets.tolist() == [[2, 3, 0]] and micro.temperature is not None and context.temperature is not None
     assert micro.temperature.tolist() == [[0.5, 0.5, 1.0]]
+    assert context.temperature.tolist() == [[1.0, 1.0, 1.0]]  # what nobody sampled is scored as it stands
     lp = pg.TokenLogprobs(logprob=torch.zeros(1, 3), entropy=None)
     refused(pg.DataError, lambda: pg.policy_loss(lp, micro), "planned without a spec")
     refused(

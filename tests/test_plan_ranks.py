@@ -14,10 +14,10 @@ import jobs
 import pytest
 import torch
 import torch.distributed as dist
-from data import Row
-from worlds import run_world
 
 import megatron_pgloss as pg
+from data import Row
+from worlds import run_world
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 SPLIT = pg.Split(sequences=2)
@@ -75,7 +75,7 @@ def weights_differ(spec: pg.LossSpec, mine: Sequence[Row], whole: pg.TokenBatch,
 
 
 def weighted_totals(mine: Sequence[Row], whole: pg.TokenBatch, group: Any, where: list[int]) -> float:
-    """Largest relative error where user weights, not counts, are in the denominators: sums of floats, so not bitwise."""
+    """Largest relative error where user weights, not counts, are in the denominators: float sums, not bitwise."""
     spec = pg.LossSpec(
         components=[pg.PolicyGradient(normalizer="mean(prompt) > mean(episode) > mean(token)", divide_by="weights")]
     )

@@ -15,9 +15,9 @@ import pytest
 import torch
 from jobs import Job
 from layouts import SP
-from worlds import run_world
 
 import megatron_pgloss as pg
+from worlds import run_world
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -86,7 +86,9 @@ def tour(rank: int, world: int) -> dict[str, Any]:
         chunks, model_fn = jobs.oracle_model()
         load_full(chunks, rounded)
         rows = [row | {"weights": {}} for row in jobs.rows_of_step(0, model_fn)]
-        rows = [row | {k: torch.tensor(row[k]).tolist() for k in ("old", "ref", "advantages")} for row in rows]  # float32
+        rows = [
+            row | {k: torch.tensor(row[k]).tolist() for k in ("old", "ref", "advantages")} for row in rows
+        ]  # float32
         loss, reference, _ = jobs.oracle_answer(chunks, model_fn, rows, spec())
         layouts.leave(chunks)
 

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from faulty import outcome
 from jobs import Job
-from worlds import run_world
 
 import megatron_pgloss as pg
 from megatron_pgloss import megatron as pgm
 from megatron_pgloss.megatron import factors, modes
 from megatron_pgloss.megatron.layout import Layout
+from worlds import run_world
 
 SPLIT = pg.Split(sequences=2)
 Chunks = list[Any]
@@ -74,7 +74,9 @@ def wrapped_by(name: str) -> Callable[[Chunks], Chunks]:
 
     def change(chunks: Chunks) -> Chunks:
         if name == "torch":
-            from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel as Kind
+            from megatron.core.distributed.torch_fully_sharded_data_parallel import (
+                TorchFullyShardedDataParallel as Kind,
+            )
         else:
             from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel as Kind
         wrapper = Kind.__new__(Kind)
@@ -181,7 +183,8 @@ def tour(rank: int, world: int) -> dict[str, Any]:
         chunks, _ = jobs.build(job)
         found[f"{mode}: before"] = outcome(lambda chunks=chunks: made(chunks))[:2]
         more = {"pg_collection": collection(gtp_remat=dist.group.WORLD)} if "gtp" in mode else {}
-        found[mode] = outcome(lambda chunks=change(list(chunks)), more=more: made(chunks, **more))[:2]
+        changed = change(list(chunks))
+        found[mode] = outcome(lambda chunks=changed, more=more: made(chunks, **more))[:2]
         layouts.leave(chunks)
 
     chunks, _ = jobs.build(Job())

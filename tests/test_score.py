@@ -14,12 +14,12 @@ import layouts
 import pytest
 import torch
 import torch.distributed as dist
-from data import Row
 from jobs import Job
 from layouts import SP
-from worlds import run_world
 
 import megatron_pgloss as pg
+from data import Row
+from worlds import run_world
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 THD = pg.Split(max_tokens=96)

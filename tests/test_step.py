@@ -15,9 +15,9 @@ import pytest
 import torch
 from faulty import outcome
 from jobs import Job
-from worlds import run_world
 
 import megatron_pgloss as pg
+from worlds import run_world
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 JOBS = {
@@ -64,12 +64,13 @@ def contract(step: Any, chunk: Any, batches: list[pg.TokenBatch], per_token: boo
             for again in twice
         ),
         "non_loss_data": all(
-            torch.equal(value, report[name])
-            for name, value in loss_func(logits.clone(), non_loss_data=True).items()
+            torch.equal(value, report[name]) for name, value in loss_func(logits.clone(), non_loss_data=True).items()
         ),
     }
     if per_token:
-        checks["count"] = third[1].dtype == torch.int32 and third[1].dim() == 0 and int(third[1]) == micro.input_ids.numel()
+        checks["count"] = (
+            third[1].dtype == torch.int32 and third[1].dim() == 0 and int(third[1]) == micro.input_ids.numel()
+        )
     # What the schedule does to it, in place, before and after backward.
     loss *= 3
     loss /= 7

@@ -85,7 +85,7 @@ def test_advantages_draws_and_dealing() -> None:
     assert found["centred"] == [0.5, -0.5, -0.5, 0.5, 0, 0, 0]
     draws = found["draws"]
     assert draws[17] == found["again"] and len(set(draws)) == len(draws)
-    assert 0 <= min(draws) and max(draws) < 1
+    assert min(draws) >= 0 and max(draws) < 1
     # The mean of 2000 uniforms has standard deviation 0.0065.
     assert abs(sum(draws) / len(draws) - 0.5) < 0.03
     assert found["dealt"] == [[1, 3, 5, 7], [2, 6], [0, 4]]

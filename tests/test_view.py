@@ -35,9 +35,7 @@ def cell(text: str, role: str = "assistant", author: str = "policy", **more) -> 
 
 
 def prompt_cell(text: str, reason: str = "initial prompt") -> TokenCell:
-    return cell(
-        text, "user", "harness", components={"rl": OUT, "kl": OUT, "ce": OUT}, reason=reason
-    )
+    return cell(text, "user", "harness", components={"rl": OUT, "kl": OUT, "ce": OUT}, reason=reason)
 
 
 def row(*tokens: TokenCell, prompt: str = "task-1", episode: str = "0", **header: str) -> TokenRow:
@@ -113,9 +111,7 @@ def test_summary_by_hand():
 
 
 def test_a_weight_of_a_non_member_counts_nowhere():
-    lone = row(
-        cell("x", components={"rl": (False, 7.0)}), cell("y", components={"rl": (True, 2.0)})
-    )
+    lone = row(cell("x", components={"rl": (False, 7.0)}), cell("y", components={"rl": (True, 2.0)}))
     assert summarize([lone]).components["rl"].weight == 2.0
 
 
@@ -199,9 +195,7 @@ def test_page_shows_every_field_of_every_token(tmp_path):
 
 
 def test_page_groups_by_prompt_then_episode_with_headers_and_totals(tmp_path):
-    shown = page(
-        tmp_path, ROWS, title="T1", subtitle="S1", legend={"ce": "observed", "absent": "zz"}
-    )
+    shown = page(tmp_path, ROWS, title="T1", subtitle="S1", legend={"ce": "observed", "absent": "zz"})
     # Rows 0 and 2 share a prompt and come together, before the second prompt.
     order = [shown.text.index(part) for part in ("task-1/0 ·", "task-1/1 ·", "task-2/0 ·")]
     assert order == sorted(order)
@@ -223,9 +217,7 @@ def test_what_stands_under_a_token_by_hand(tmp_path):
 def test_page_is_self_contained(tmp_path):
     shown = page(tmp_path, ROWS)
     fetching = {"link", "img", "iframe", "object", "embed", "base"}
-    assert not [
-        tag for tag, attrs in shown.tags if tag in fetching or "src" in attrs or "href" in attrs
-    ]
+    assert not [tag for tag, attrs in shown.tags if tag in fetching or "src" in attrs or "href" in attrs]
     assert not re.search(r"https?:|//\w+\.|@import|url\(", shown.source)
     assert "prefers-color-scheme: dark" in shown.source
 
@@ -258,9 +250,7 @@ def test_text_of_the_data_is_never_markup(tmp_path):
 
 def test_page_survives_numbers_that_are_wrong(tmp_path):
     odd = [math.nan, math.inf, -math.inf]
-    cells = [
-        cell("x", components={"rl": (True, value)}, advantage=value, logprob=value) for value in odd
-    ]
+    cells = [cell("x", components={"rl": (True, value)}, advantage=value, logprob=value) for value in odd]
     shown = page(tmp_path, [row(*cells)])
     assert [title["advantage"] for title in shown.titles] == ["+nan", "+inf", "−inf"]
     # No probability is claimed for a log-prob above 0 or for NaN.
@@ -281,9 +271,7 @@ def test_advantage_bars_diverge_and_fade(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    "view", [lambda path: token_page([], path, title=""), lambda _: printed([])]
-)
+@pytest.mark.parametrize("view", [lambda path: token_page([], path, title=""), lambda _: printed([])])
 def test_no_rows_are_refused(tmp_path, view):
     with pytest.raises(DataError, match="no token rows"):
         view(tmp_path / "page.html")

@@ -23,9 +23,7 @@ def _most_found(count: int, turns: int) -> int:
     """
     if not count or not turns:
         return 0
-    return max(
-        1 + _most_found(g, turns - 1) + _most_found(count - 1 - g, turns - 1) for g in range(count)
-    )
+    return max(1 + _most_found(g, turns - 1) + _most_found(count - 1 - g, turns - 1) for g in range(count))
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,15 +47,11 @@ class Hunt(Exact):
         if hidden.dtype != torch.int64 or hidden.ndim != 1:
             raise ValueError(f"hidden: expected int64 [n], got {hidden.dtype} {list(hidden.shape)}")
         if bool(((hidden < 0) | (hidden >= self.numbers)).any()):
-            raise ValueError(
-                f"hidden: expected numbers in 0 .. {self.numbers - 1}, got {hidden.tolist()}"
-            )
+            raise ValueError(f"hidden: expected numbers in 0 .. {self.numbers - 1}, got {hidden.tolist()}")
         # Tensors of a state are replaced, never written to, so they may share their storage.
         zero = torch.zeros_like(hidden)
         last = torch.full_like(hidden, self.numbers - 1)
-        return HuntState(
-            hidden.clone(), low=zero, high=last, turn=zero, valid=zero, termination=zero
-        )
+        return HuntState(hidden.clone(), low=zero, high=last, turn=zero, valid=zero, termination=zero)
 
     def step(self, state: HuntState, guess: Tensor) -> tuple[Tensor, Tensor]:
         """Answer one guess per episode and update ``state`` in place.
@@ -105,9 +101,7 @@ class Hunt(Exact):
         success = (state.termination == SUCCESS).float()
         return success + valid_bonus * (state.valid / state.turn)
 
-    def play(
-        self, policy: Callable[[Tensor, HuntState], Tensor], hidden: Tensor
-    ) -> tuple[Tensor, HuntState]:
+    def play(self, policy: Callable[[Tensor, HuntState], Tensor], hidden: Tensor) -> tuple[Tensor, HuntState]:
         """Play whole episodes with ``policy(history [n, 1 + 3 t], state) -> guess [n, 2]``.
 
         Returns:
@@ -130,8 +124,5 @@ class Hunt(Exact):
         """`optimal_guess` for every running episode, as a policy for `play`. -> ``[n, 2]``."""
         fields = (state.low, state.high, state.turn, state.done)
         rows = zip(*(field.tolist() for field in fields), strict=True)
-        guesses = [
-            0 if done else self.optimal_guess(low, high, self.turns - turn)
-            for low, high, turn, done in rows
-        ]
+        guesses = [0 if done else self.optimal_guess(low, high, self.turns - turn) for low, high, turn, done in rows]
         return self.encode_guess(state.hidden.new_tensor(guesses))

@@ -30,9 +30,7 @@ class Rules:
 
     def __post_init__(self) -> None:
         if min(self.base - 1, self.turns, self.vocab_multiple, self.numbers) < 1:
-            raise ValueError(
-                f"a hunt needs base >= 2 and numbers, turns, vocab_multiple >= 1; got {self}"
-            )
+            raise ValueError(f"a hunt needs base >= 2 and numbers, turns, vocab_multiple >= 1; got {self}")
         if self.numbers > self.base**2:
             expected = f"at most {self.base**2}, what two digits of base {self.base} can name"
             raise ValueError(f"numbers: expected {expected}; got {self.numbers}")
@@ -80,9 +78,7 @@ class Rules:
         answer = torch.where(hidden == number, found, answer)
         return torch.where(number < 0, invalid, answer)
 
-    def narrowed(
-        self, low: Tensor, high: Tensor, number: Tensor, answer: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def narrowed(self, low: Tensor, high: Tensor, number: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
         """The interval still possible after an answer; any other token leaves it as it is."""
         higher, lower, found = (answer == self.token(name) for name in ANSWERS[:3])
         low = torch.where(higher, torch.maximum(low, number + 1), torch.where(found, number, low))

@@ -40,7 +40,7 @@ class PolicyLossStep:
             zero the gradients and set ``should_step`` to False; ``report`` in the metrics alone.
         allow_empty_microbatches: accept empty micro-batches although MoE auxiliary losses average over them.
         reuse_logits: write the logits' gradient into their own storage.
-        vocab_size: the tokenizer's. Columns from here on are padding (how many depends on the tensor-parallel size) and no
+        vocab_size: the tokenizer's. Columns from here on are padding (their number depends on tensor parallelism), no
             part of the softmax; None: every column of the model is a token, as in Megatron's own cross entropy.
 
     Raises:

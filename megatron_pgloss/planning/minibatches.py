@@ -58,7 +58,10 @@ def minibatches(
     if whole and len(order) < count:
         # The same on every rank, and better said here than as a step without a single action.
         raise DataError(
-            f"fewer {by}s than steps", expected=f"at least {count}", got=len(order), fix=f"minibatches(..., {len(order)})"
+            f"fewer {by}s than steps",
+            expected=f"at least {count}",
+            got=len(order),
+            fix=f"minibatches(..., {len(order)})",
         )
     for step in range(count):
         if fault is not None:

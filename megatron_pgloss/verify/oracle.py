@@ -140,9 +140,7 @@ def oracle_loss(
     entropy_T = None if entropies is None else _joined(entropies, step, "entropies")
     components, override = named_components(spec), dict(coef or {})
     if unknown := set(override) - set(components):
-        raise SpecError(
-            "a coefficient for no component", expected=sorted(components), got=sorted(unknown)
-        )
+        raise SpecError("a coefficient for no component", expected=sorted(components), got=sorted(unknown))
     tables = "components counts weights token_losses ratio_stats clip_fraction"
     result: dict[str, Any] = {table: {} for table in tables.split()}
     loss = logp_T[:0].sum()
@@ -183,9 +181,7 @@ def _joined(parts: Sequence[Tensor], step: Step, what: str) -> Tensor:
     return torch.cat([torch.zeros(0, dtype=torch.float64), *[part.cpu() for part in parts]])
 
 
-def _average(
-    name: str, component: Mapping[str, Any], scene: Scene
-) -> tuple[NestedAverage, dict[str, Any]]:
+def _average(name: str, component: Mapping[str, Any], scene: Scene) -> tuple[NestedAverage, dict[str, Any]]:
     """The component's average, and what it divides by."""
     step = scene.step
     count_T = counted(component, scene.member_T, step)

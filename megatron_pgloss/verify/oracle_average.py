@@ -78,9 +78,7 @@ def _parse_level(part: str, text: str) -> Level:
         return Level(unit, power=number)
     if not power and 0 < number < float("inf"):
         return Level(unit, constant=number)
-    raise SpecError(
-        "not a divisor", expected="number > 0, sqrt, pow(a) or avg", got=divisor, where=text
-    )
+    raise SpecError("not a divisor", expected="number > 0, sqrt, pow(a) or avg", got=divisor, where=text)
 
 
 @dataclass

@@ -84,17 +84,13 @@ class Step:
         """Bool [T] of the targets for which the user's mask ``name`` is True."""
         for i, row in enumerate(self.rows):
             if len(row["tokens"]) and (row.get("masks") or {}).get(name) is None:
-                raise DataError(
-                    f"the spec reads the mask {name!r}, the data has none", where=f"row {i}"
-                )
+                raise DataError(f"the spec reads the mask {name!r}, the data has none", where=f"row {i}")
         flag_T = self.laid_out(name, lambda row: (row.get("masks") or {}).get(name), False)
         return flag_T & self.target_T
 
     def weights(self, component: str) -> Tensor:
         """Float64 [T], the user weights of ``component``; 1 where none were given."""
-        return self.laid_out(
-            f"weights of {component}", lambda row: (row.get("weights") or {}).get(component), 1.0
-        )
+        return self.laid_out(f"weights of {component}", lambda row: (row.get("weights") or {}).get(component), 1.0)
 
     def stream(self, key: str) -> Tensor:
         """Float64 [T], NaN where a row has none: ``old``, ``rollout``, ``ref``, ``advantages``."""
@@ -116,9 +112,7 @@ class Step:
 
     def has_ids(self, level: str) -> bool:
         """Whether every row has the ids of ``level``; the levels below episode need none."""
-        return all(
-            level not in ("prompt", "episode") or r.get(level) is not None for r in self.rows
-        )
+        return all(level not in ("prompt", "episode") or r.get(level) is not None for r in self.rows)
 
     def keys(self, level: str) -> list[Hashable | None]:
         """Per token the key of its unit at ``level``, ids from prompt down; None if in no turn.
@@ -132,9 +126,7 @@ class Step:
             return [None if turns[i][k] < 0 else (i, turns[i][k]) for i, k in self.where]
         if level == "token":
             return list(self.where)
-        missing = [
-            i for i, row in enumerate(self.rows) if row.get(level) is None and len(row["tokens"])
-        ]
+        missing = [i for i, row in enumerate(self.rows) if row.get(level) is None and len(row["tokens"])]
         if missing:
             raise DataError(
                 f"the normaliser names {level!r}, whose ids were not given",

@@ -51,9 +51,7 @@ class Scene:
     def constant_T(self, name: str) -> Tensor:
         """A frozen stream, float64 [T]; ``old`` comes from where the spec says."""
         if name == "old":
-            source = choice(
-                setting(self.spec, "old", "given"), ["given", "policy", "rollout"], "source of old"
-            )
+            source = choice(setting(self.spec, "old", "given"), ["given", "policy", "rollout"], "source of old")
             if source == "policy":
                 return self.logp_T.detach()  # the policy as it stands, held fixed
             name = "old" if source == "given" else "rollout"
@@ -133,16 +131,12 @@ def correction_weight(name: str, component: Mapping[str, Any], scene: Scene) -> 
         choice(correction.get("kind"), ["truncated_is"], "correction")
         choice(setting(correction, "level", "token"), ["token"], "level of a correction")
         if correction.get("low") is not None:
-            raise SpecError(
-                "the oracle truncates importance weights from above alone", got=correction["low"]
-            )
+            raise SpecError("the oracle truncates importance weights from above alone", got=correction["low"])
         on = correction.get("on")
         if (component["kind"] != "policy_gradient") if on is None else (name not in on):
             continue
         of = choice(setting(correction, "of", "old"), ["old", "policy"], "ratio of a correction")
-        top_M = (
-            scene.constant("old") if of == "old" else scene.logp().detach()
-        )  # weights carry no gradient
+        top_M = scene.constant("old") if of == "old" else scene.logp().detach()  # weights carry no gradient
         raw_M = scene.bounded(top_M - scene.constant("rollout")).exp()
         weight_M = weight_M * raw_M.clamp(max=float(correction["high"]))
     return weight_M
@@ -251,8 +245,5 @@ class TermStreams:
             tokens.setdefault(key, []).extend([t] if action[t] else [])
         tokens[None] = []
         order = {key: i for i, key in enumerate(tokens)}
-        sums = [
-            value_T[group].sum() / (len(group) if mean and group else 1)
-            for group in tokens.values()
-        ]
+        sums = [value_T[group].sum() / (len(group) if mean and group else 1) for group in tokens.values()]
         return torch.stack(sums)[[order[key] for key in keys]]

@@ -43,9 +43,7 @@ def named_components(spec: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def domain(component: Mapping[str, Any], step: Step) -> Tensor:
     """Bool [T]: the targets a component is about, before any rule."""
     on = setting(component, "on", DOMAIN[component["kind"]])
-    return (
-        step.flags(choice(on, ["action", "observation", "all"], "set of tokens")) & step.present_T
-    )
+    return step.flags(choice(on, ["action", "observation", "all"], "set of tokens")) & step.present_T
 
 
 def without_empty_rows(step: Step, spec: Mapping[str, Any]) -> Step:
@@ -85,9 +83,7 @@ def members_of(
     return member_T, taken
 
 
-def _dropped(
-    mask: Mapping[str, Any], name: str, component: Mapping[str, Any], step: Step
-) -> Tensor:
+def _dropped(mask: Mapping[str, Any], name: str, component: Mapping[str, Any], step: Step) -> Tensor:
     """Bool [T]: what one mask takes.
 
     Scopes by default: truncation acts on the action tokens of all components, zero advantage on
@@ -104,9 +100,7 @@ def _dropped(
         if on is None and component["kind"] != "policy_gradient":
             return nothing
         return step.stream("advantages") == 0
-    truncated_T = step.laid_out(
-        "termination", lambda row: row.get("termination") == "truncated", False
-    )
+    truncated_T = step.laid_out("termination", lambda row: row.get("termination") == "truncated", False)
     return truncated_T if on is not None else truncated_T & step.flags("action")
 
 
@@ -124,7 +118,5 @@ def counted(component: Mapping[str, Any], member_T: Tensor, step: Step) -> Tenso
     outside = (member_T & ~count_T).nonzero()
     if len(outside):
         row, k = step.where[int(outside[0])]
-        raise DataError(
-            f"a member lies outside the count set {name!r}", where=f"row {row}, token {k}"
-        )
+        raise DataError(f"a member lies outside the count set {name!r}", where=f"row {row}, token {k}")
     return count_T

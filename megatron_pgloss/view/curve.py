@@ -69,9 +69,7 @@ def learning_curve(
         colour = CURVES[index % len(CURVES)]
         axes.plot(curve.x, curve.y, color=colour, linewidth=2.2, solid_capstyle="round", zorder=3)
         if curve.low is not None and curve.high is not None:
-            axes.fill_between(
-                curve.x, curve.low, curve.high, color=colour, alpha=0.16, linewidth=0, zorder=2
-            )
+            axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.16, linewidth=0, zorder=2)
         labels.append((_last_finite(curve.y), name, colour))
     _dress(axes, x_label, y_label, title)
     if all(float(x).is_integer() for curve in curves.values() for x in curve.x):
@@ -129,10 +127,7 @@ def _label_ends(axes: Any, canvas: Any, labels: Sequence[tuple[float, str, str]]
     The axes give up as much of their width as the longest label takes, down to half of the figure.
     """
     low, high = axes.get_ylim()
-    wanted = [
-        (min(max((value - low) / (high - low), 0), 1), name, colour)
-        for value, name, colour in labels
-    ]
+    wanted = [(min(max((value - low) / (high - low), 0), 1), name, colour) for value, name, colour in labels]
     wanted.sort(key=lambda label: label[0])
     heights = spread([height for height, _, _ in wanted], _LABEL_GAP)
     style = {

@@ -79,10 +79,7 @@ def token_page(
         prompts=[
             (
                 prompt,
-                [
-                    (episode, [_row(row, summary, classes) for row in rows])
-                    for episode, rows in episodes.items()
-                ],
+                [(episode, [_row(row, summary, classes) for row in rows]) for episode, rows in episodes.items()],
             )
             for prompt, episodes in by_prompt(rows).items()
         ],

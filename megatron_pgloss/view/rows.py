@@ -123,9 +123,7 @@ def by_prompt(rows: Sequence[TokenRow]) -> dict[str, dict[str, list[TokenRow]]]:
 
 def segments(row: TokenRow) -> Iterator[tuple[str, str, list[tuple[int, TokenCell]]]]:
     """Unbroken runs of one role and author: ``(role, author, [(position, cell), ...])``."""
-    for (role, author), run in groupby(
-        enumerate(row.tokens), lambda pair: (pair[1].role, pair[1].author)
-    ):
+    for (role, author), run in groupby(enumerate(row.tokens), lambda pair: (pair[1].role, pair[1].author)):
         yield role, author, list(run)
 
 

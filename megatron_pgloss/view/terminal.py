@@ -21,10 +21,7 @@ from megatron_pgloss.view.rows import (
 )
 from megatron_pgloss.view.text import is_line_end, printable, visible
 
-_HOW = (
-    "under each token: signs of its components with weights (○ none, a letter: the reason), "
-    "advantage, log-prob"
-)
+_HOW = "under each token: signs of its components with weights (○ none, a letter: the reason), advantage, log-prob"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +81,10 @@ def token_terminal(
 
 def _text(*parts: tuple[str, str]) -> Any:
     # Built from parts, never parsed: a token such as "[/bold]" must not be read as markup.
-    return require("rich.text", "the terminal view").Text.assemble(
-        *((printable(text), style) for text, style in parts)
-    )
+    return require("rich.text", "the terminal view").Text.assemble(*((printable(text), style) for text, style in parts))
 
 
-def _print_legend(
-    screen: Any, summary: Summary, colours: Mapping[str, str], explain: Mapping[str, str]
-) -> None:
+def _print_legend(screen: Any, summary: Summary, colours: Mapping[str, str], explain: Mapping[str, str]) -> None:
     table = require("rich.table", "the legend").Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("", "name", "tokens", "weights", ""):
         table.add_column(heading, justify="right" if heading in ("tokens", "weights") else "left")
@@ -115,9 +108,7 @@ def _print_legend(
     screen.print(_text((_HOW, "dim")))
 
 
-def _print_row(
-    screen: Any, episode: str, row: TokenRow, summary: Summary, colours: Mapping[str, str]
-) -> None:
+def _print_row(screen: Any, episode: str, row: TokenRow, summary: Summary, colours: Mapping[str, str]) -> None:
     trained = sum(bool(cell.members) for cell in row.tokens)
     facts = [(f"  {name} {value}", "") for name, value in row.header.items()]
     tail = (f"  {row.sample}, {trained} of {len(row.tokens)} tokens trained", "dim")
