@@ -45,16 +45,17 @@ def _full_graph(job: Job) -> bool:
     return whole and "full_iteration_inference" not in scope
 
 
-def _wrapped_in(*names: str) -> Callable[[Job], bool]:
-    def found(job: Job) -> bool:
-        for chunk in job.chunks:
-            while chunk is not None:
-                if type(chunk).__name__ in names:
-                    return True
-                chunk = getattr(chunk, "module", None)
-        return False
+def in_chain(model: Any, *names: str) -> bool:
+    """Whether ``model``, or anything it wraps, is of a class so named; their modules need not be importable."""
+    while model is not None:
+        if type(model).__name__ in names:
+            return True
+        model = getattr(model, "module", None)
+    return False
 
-    return found
+
+def _wrapped_in(*names: str) -> Callable[[Job], bool]:
+    return lambda job: any(in_chain(chunk, *names) for chunk in job.chunks)
 
 
 def _overlap_without_no_sync(job: Job) -> bool:

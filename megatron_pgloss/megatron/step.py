@@ -212,7 +212,7 @@ class PolicyLossStep:
                 qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=cu, cu_seqlens_kv_padded=cu,
                 max_seqlen_q=micro.max_seqlen, max_seqlen_kv=micro.max_seqlen,
             )  # fmt: skip
-        if _in_chain(model, "Float16Module"):
+        if modes.in_chain(model, "Float16Module"):
             # It would upcast the logits: twice the memory, and more traffic than the whole loss.
             extra["fp32_output"] = False
         return model(micro.input_ids, micro.position_ids, None, **extra)
@@ -302,11 +302,3 @@ class PolicyLossStep:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
         return results
-
-
-def _in_chain(model: Any, name: str) -> bool:
-    while model is not None:
-        if type(model).__name__ == name:
-            return True
-        model = getattr(model, "module", None)
-    return False
