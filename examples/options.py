@@ -79,7 +79,7 @@ def _task(group: argparse._ArgumentGroup) -> None:
 
 def _training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--seed", type=int, default=0)
-    group.add_argument("--iterations", type=int, default=220, help="rollout batches")
+    group.add_argument("--iterations", type=int, default=250, help="rollout batches")
     group.add_argument("--max-steps", type=int, help="end after this many optimizer steps")
     group.add_argument("--prompts", type=int, default=12, help="hidden numbers per iteration")
     group.add_argument("--group-size", type=int, default=16, help="rollouts per hidden number")

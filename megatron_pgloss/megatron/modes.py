@@ -166,8 +166,8 @@ SUPPORTED: tuple[tuple[str, str], ...] = (
     ("activation recompute", "tests/test_layouts.py"),
     ("loss scale (grad_scale_func)", "tests/test_layouts.py"),
     ("variable_seq_lengths", "tests/test_layouts.py"),
-    ("bf16 and fp16 through Float16Module", "tests/test_step.py"),
-    ("MoE with auxiliary losses, if no micro-batch is empty (or allowed by name)", "tests/test_step.py"),
+    ("bf16 and fp16 through Float16Module", "tests/test_precision.py"),
+    ("MoE with auxiliary losses, if no micro-batch is empty (or allowed by name)", "tests/test_moe.py"),
 )
 """Mode, and the test that shows it."""
 
