@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import batch_of
+from jobs import batch_of, rows_of_step
 
 import megatron_pgloss as pg
-from data import make_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +21,7 @@ def _gradient(device: str, dtype: torch.dtype) -> tuple[float, torch.Tensor]:
     """Loss and gradient of a table of logits, over padded micro-batches."""
     torch.manual_seed(0)
     table = torch.randn(32, 32, dtype=torch.float64).to(device, dtype).requires_grad_()
-    batch = batch_of(make_rows(1), dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    batch = batch_of(rows_of_step(1), dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     total = 0.0
     for micro in pg.plan([batch], _spec(), split=pg.Split(sequences=3)).microbatches(device):
         lp = pg.token_logprobs(table[micro.input_ids], micro.targets, entropy=True)
@@ -43,7 +42,7 @@ def test_loss_and_gradient_on_cuda_equal_those_on_cpu(dtype: torch.dtype, tolera
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_micro_batch_needs_no_host_sync(dtype: torch.dtype) -> None:
-    batch = batch_of(make_rows(2), dtype=torch.float32)
+    batch = batch_of(rows_of_step(2), dtype=torch.float32)
     micro = next(pg.plan([batch], _spec(), split=pg.Split(sequences=4)).microbatches("cuda"))
     logits = torch.randn(*micro.shape, 32, device="cuda", dtype=dtype, requires_grad=True)
 
@@ -74,7 +73,7 @@ def test_reuse_logits_allocates_less_than_a_tenth_of_a_byte_per_logit() -> None:
 
 def test_a_step_of_a_real_model_on_one_gpu_equals_the_oracle(tmp_path: Any) -> None:
     import torch.distributed as dist
-    from jobs import Job, build, one_step, oracle_answer, rows_of_step, worst
+    from jobs import Job, build, one_step, oracle_answer, worst
 
     from megatron_pgloss.verify.models import destroy_parallel
 
