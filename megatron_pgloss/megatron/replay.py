@@ -66,7 +66,7 @@ def run_forward(step: PolicyLossStep, made: Plan, forward_step: Any, chunks: lis
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=made.num_microbatches,
         seq_length=made.width,
-        micro_batch_size=1 if made.split.packed else max(made.height, 1),
+        micro_batch_size=made.rows_per_microbatch,
         forward_only=True,
         collect_non_loss_data=True,
         **groups,

@@ -165,15 +165,14 @@ class PolicyLossStep:
     @property
     def micro_batch_size(self) -> int:
         """For the schedule: rows per micro-batch; 1 where packed."""
-        return 1 if self.split.packed else max(self.plan.height, 1)
+        return self.plan.rows_per_microbatch
 
     def _routed(self, made: Plan) -> int:
         """Positions that enter the model in the whole step, padding included: what Megatron's token count must add up
         to.
         """
         if made.arrangement.fixed:
-            per_micro = made.width * (1 if made.split.packed else max(made.height, 1))
-            return per_micro * made.num_microbatches * made.ranks.data_size
+            return made.width * made.rows_per_microbatch * made.num_microbatches * made.ranks.data_size
         mine = sum(math.prod(micro.shape) for micro in made.microbatches("cpu"))
         ranks = self.layout.ranks
         return int(ranks.gather(torch.tensor([mine]), ranks.data, ranks.data_size).sum())

@@ -58,6 +58,11 @@ class Plan:
         return len(self.parts)
 
     @property
+    def rows_per_microbatch(self) -> int:
+        """Rows the schedule is told each micro-batch has: 1 where packed."""
+        return 1 if self.split.packed else max(self.height, 1)
+
+    @property
     def gradient_scale(self) -> float:
         """Factor for the loss under a wrapper that averages gradients over the data-parallel ranks."""
         return float(self.ranks.data_size)
