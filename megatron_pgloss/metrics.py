@@ -7,7 +7,7 @@ on-policy step; docs/metrics.md is made from it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,128 +33,71 @@ class MetricRow:
     meaning: str
 
 
+_MEMBERS = "member tokens"
+
+
+def _mean(suffix: str, first_step: str, meaning: str) -> MetricRow:
+    return MetricRow(suffix=suffix, kind="mean", divided_by=_MEMBERS, first_step=first_step, meaning=meaning)
+
+
+def _whole(kind: Kind, suffix: str, first_step: str, meaning: str) -> MetricRow:
+    return MetricRow(suffix=suffix, kind=kind, divided_by="", first_step=first_step, meaning=meaning)
+
+
 METRICS: tuple[MetricRow, ...] = (
-    MetricRow(
-        suffix="fault",
-        kind="sum",
-        divided_by="",
-        first_step="0",
-        meaning="tokens whose log-prob or term was not finite: selected out of value and gradient",
+    _whole("sum", "fault", "0", "tokens whose log-prob or term was not finite: selected out of value and gradient"),
+    _whole("min", "fault_at", "none", "position of the first such token in its rank's streams"),
+    _whole(
+        "sum",
+        "loss",
+        "rl: about minus the weighted mean advantage",
+        "the component's own value, sum of weight times term, before its coefficient",
     ),
-    MetricRow(
-        suffix="fault_at",
-        kind="min",
-        divided_by="",
-        first_step="none",
-        meaning="position of the first such token in its rank's streams",
+    _mean("ratio", "1 exactly", "pi/old of the sampled token, raw (before clip and bound)"),
+    _mean("ratio_sq", "1 exactly", "squared raw ratio, for the effective sample size"),
+    _whole("min", "ratio_min", "1 exactly", "smallest raw ratio"),
+    _whole("max", "ratio_max", "1 exactly", "largest raw ratio"),
+    _mean("unit_ratio", "1 exactly", "the component's own ratio, by its ratio axis, where that is not the token's"),
+    _whole("min", "unit_ratio_min", "1 exactly", "smallest of these ratios"),
+    _whole("max", "unit_ratio_max", "1 exactly", "largest of these ratios"),
+    _mean(
+        "clip_low",
+        "0",
+        "share of tokens that the lower bound decided (a clip: A < 0, gradient 0; a weight: held there)",
     ),
-    MetricRow(
-        suffix="loss",
-        kind="sum",
-        divided_by="",
-        first_step="rl: about minus the weighted mean advantage",
-        meaning="the component's own value, sum of weight times term, before its coefficient",
+    _mean(
+        "clip_high",
+        "0",
+        "share of tokens that the upper bound decided (a clip: A > 0, gradient 0; a weight: held there)",
     ),
-    MetricRow(
-        suffix="ratio",
-        kind="mean",
-        divided_by="member tokens",
-        first_step="1 exactly",
-        meaning="pi/old of the sampled token, raw (before clip and bound)",
+    _mean("clip_dual", "0", "share of tokens with A < 0 and ratio above the dual bound or delta (gradient 0)"),
+    _mean("bounded", "0", "share of tokens whose log-ratio lies beyond log_ratio_bound (gradient 0)"),
+    _mean("k1_old", "0", "log pi - log old, signed"),
+    _mean("k3_old", "0", "k3 estimate of KL(pi || old)"),
+    _mean("k3_rollout", "engine mismatch alone", "k3 estimate of KL(pi || rollout), where rollout log-probs are given"),
+    _mean("k3_ref", "0 while pi is the reference", "k3 estimate of KL(pi || ref), where ref log-probs are given"),
+    _mean("entropy", "the sampler's own", "exact entropy of pi at the position, where it is computed"),
+    _mean("nll", "the data's own", "-log pi of the target token"),
+    _mean("is_weight", "1 where engines agree", "importance weight of a correction, as applied"),
+    _mean("is_truncated", "0 where engines agree", "share of tokens whose raw importance weight was truncated"),
+    _mean("gate_tv", "engine mismatch alone", "share of tokens that a total-variation gate took out of the numerator"),
+    _mean("gate_binary_kl", "engine mismatch alone", "share of tokens that a binary-KL gate took out of the numerator"),
+    _mean("gate_ratio_band", "engine mismatch alone", "share of tokens that a ratio band took out of the numerator"),
+    _mean("gate_opsm", "engine mismatch alone", "share of tokens that a sequence gate took out of the numerator"),
+    _mean("gate_entropy_quantile", "its share", "share of tokens that an entropy gate took out of the numerator"),
+    _mean("gate_second_moment", "0", "share of tokens that a second-moment gate took out of the numerator"),
+    _mean("gate_covariance", "its share", "share of tokens that a covariance gate took out of the numerator"),
+    _mean(
+        "gate_custom",
+        "its own",
+        "share of tokens that a user's gate took out of the numerator (a soft one: 1 minus its factor)",
     ),
-    MetricRow(
-        suffix="ratio_sq",
-        kind="mean",
-        divided_by="member tokens",
-        first_step="1 exactly",
-        meaning="squared raw ratio, for the effective sample size",
-    ),
-    MetricRow(suffix="ratio_min", kind="min", divided_by="", first_step="1 exactly", meaning="smallest raw ratio"),
-    MetricRow(suffix="ratio_max", kind="max", divided_by="", first_step="1 exactly", meaning="largest raw ratio"),
-    MetricRow(
-        suffix="clip_low",
-        kind="mean",
-        divided_by="member tokens",
-        first_step="0",
-        meaning="share of tokens with A < 0 and ratio below 1 - low (gradient 0)",
-    ),
-    MetricRow(
-        suffix="clip_high",
-        kind="mean",
-        divided_by="member tokens",
-        first_step="0",
-        meaning="share of tokens with A > 0 and ratio above 1 + high (gradient 0)",
-    ),
-    MetricRow(
-        suffix="clip_dual",
-        kind="mean",
-        divided_by="member tokens",
-        first_step="0",
-        meaning="share of tokens with A < 0 and ratio above the dual bound (gradient 0)",
-    ),
-    MetricRow(
-        suffix="bounded",
-        kind="mean",
-        divided_by="member tokens",
-        first_step="0",
-        meaning="share of tokens whose log-ratio lies beyond log_ratio_bound (gradient 0)",
-    ),
-    MetricRow(
-        suffix="k1_old",
-        kind="mean",
-        divided_by="member tokens",
-        first_step="0",
-        meaning="log pi - log old, signed",
-    ),
-    MetricRow(
-        suffix="k3_old",
-        kind="mean",
-        divided_by="member tokens",
-        first_step="0",
-        meaning="k3 estimate of KL(pi || old)",
-    ),
-    MetricRow(
-        suffix="k3_rollout",
-        kind="mean",
-        divided_by="member tokens",
-        first_step="engine mismatch alone",
-        meaning="k3 estimate of KL(pi || rollout), where rollout log-probs are given",
-    ),
-    MetricRow(
-        suffix="k3_ref",
-        kind="mean",
-        divided_by="member tokens",
-        first_step="0 while pi is the reference",
-        meaning="k3 estimate of KL(pi || ref), where ref log-probs are given",
-    ),
-    MetricRow(
-        suffix="entropy",
-        kind="mean",
-        divided_by="member tokens",
-        first_step="the sampler's own",
-        meaning="exact entropy of pi at the position, where it is computed",
-    ),
-    MetricRow(
-        suffix="nll",
-        kind="mean",
-        divided_by="member tokens",
-        first_step="the data's own",
-        meaning="-log pi of the target token",
-    ),
-    MetricRow(
-        suffix="is_weight",
-        kind="mean",
-        divided_by="member tokens",
-        first_step="1 where engines agree",
-        meaning="importance weight of a correction, as applied",
-    ),
-    MetricRow(
-        suffix="is_truncated",
-        kind="mean",
-        divided_by="member tokens",
-        first_step="0 where engines agree",
-        meaning="share of tokens whose raw importance weight was truncated",
-    ),
+    _mean("rejected", "0 where engines agree", "share of tokens that a correction of the current policy rejected"),
+    _mean("kl", "0 while pi is the base", "the KL term itself, unweighted by the normaliser"),
+    _mean("value", "the critic's own", "V"),
+    _mean("returns", "the data's own", "target of V"),
+    _mean("value_error", "the critic's own", "(V - returns)^2"),
+    _mean("value_clipped", "0", "share of tokens whose clipped value gave the larger error"),
 )
 _BY_SUFFIX = {row.suffix: row for row in METRICS}
 
@@ -228,3 +171,21 @@ def merge_all(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
         for name, metric in part.items():
             total[name] = total[name].merge(metric) if name in total else metric
     return total
+
+
+def fold(names: Sequence[str], packed: Tensor) -> dict[str, Metric]:
+    """`merge_all` of many packed parts at once: the parts in order, so that every rank gets the same bits.
+
+    Args:
+        packed: float64 ``[parts, names, 2]``, by `Metric.pack`; without parts there is nothing.
+    """
+    if packed.shape[0] == 0:
+        return {}
+    # One after the other; a plain sum may add in another order on another machine.
+    whole, low, high = packed.cumsum(0)[-1], packed[..., 0].amin(0), packed[..., 0].amax(0)
+    kinds = {name: kind_of(name) for name in names}
+    extremes = {"min": low, "max": high}
+    return {
+        name: Metric(kind, extremes[kind][i]) if kind in extremes else unpack(name, whole[i])
+        for i, (name, kind) in enumerate(kinds.items())
+    }

@@ -1,5 +1,5 @@
-"""Forward-only passes: log-probs of micro-batches back to whole rows. `T` tokens of a rank, `N` positions of a
-micro-batch.
+"""Forward-only passes: log-probs of micro-batches back to whole rows, and what a step decides from them. `T` tokens of
+a rank, `N` positions of a micro-batch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_pgloss.planning import MicroBatch
+from megatron_pgloss.errors import DataError, PGLossError
+from megatron_pgloss.logprobs import TokenLogprobs
+from megatron_pgloss.objective.decisions import decide
+from megatron_pgloss.planning import MicroBatch, Plan
+from megatron_pgloss.planning.agreement import pack, raise_agreed
+from megatron_pgloss.planning.microbatch import whole
+from megatron_pgloss.planning.revision import revise
 from megatron_pgloss.rollouts import TokenBatch
 
 
@@ -38,3 +44,61 @@ def into_batches(batches: Sequence[TokenBatch], values_T: Tensor, name: str) -> 
         out.append(batch.with_stream(name, values_T[at : at + size].clone()) if len(batch) else batch)
         at += size
     return out
+
+
+def statistics(plan: Plan, scored: Sequence[TokenLogprobs]) -> Plan:
+    """The plan with everything decided that needs the whole step: gates by quantile, second moment or covariance, mean
+    weights of the current policy, denominators without what gates reject.
+
+    Run the model over ``plan.microbatches()`` forward-only, then call this, then train on the micro-batches of the plan
+    it returns. `PolicyLossStep.begin` does all of it by itself. A collective of all ranks of the plan: one gather over
+    the world, all-reduces of counts over data-parallel ranks (docs/conventions.md), and the plan's own gathers once
+    more where a component says ``rejected="kept"``. A spec that decides nothing gets its plan back.
+
+    Args:
+        plan: as `megatron_pgloss.plan` made it.
+        scored: one entry per micro-batch, in order, with entropy where `LossSpec.needs_entropy`.
+
+    Raises:
+        DataError: another number of entries than micro-batches, a wrong shape, entropy missing (on every rank alike).
+    """
+    if not plan.needs_statistics:
+        return plan
+    error: PGLossError | None = None
+    logp_T = entropy_T = torch.zeros(0)
+    try:
+        logp_T, entropy_T = _whole_rows(plan, list(scored))
+    except PGLossError as caught:
+        error = caught
+    ranks = plan.ranks
+    raise_agreed(ranks.gather(pack({}, torch.zeros(0, dtype=torch.int64), error), ranks.world, ranks.world_size))
+    assert plan.spec is not None
+    return decided(plan, logp_T, entropy_T if plan.spec.needs_entropy else None)
+
+
+def decided(plan: Plan, logp_T: Tensor, entropy_T: Tensor | None) -> Plan:
+    """`statistics` from whole rows, float [T] on the CPU."""
+    found = decide(plan, whole(plan), logp_T, entropy_T)
+    return revise(plan, found.streams, found.rejected, found.constants)
+
+
+def _whole_rows(plan: Plan, scored: list[TokenLogprobs]) -> tuple[Tensor, Tensor]:
+    micros = list(plan.microbatches("cpu"))
+    if len(scored) != len(micros):
+        raise DataError("log-probs of another number of micro-batches", expected=len(micros), got=len(scored))
+    assert plan.spec is not None
+    for micro, lp in zip(micros, scored, strict=True):
+        if plan.spec.needs_entropy and lp.entropy is None:
+            raise DataError("the spec reads the entropy, but none came", fix="token_logprobs(..., entropy=True)")
+        if tuple(lp.logprob.shape) != micro.shape:
+            raise DataError(
+                "log-probs have the wrong shape", expected=list(micro.shape), got=list(lp.logprob.shape),
+                where=f"micro-batch {micro.number}",
+            )  # fmt: skip
+    total = plan.table["tokens"].numel()
+    dtype = torch.float64 if any(lp.logprob.dtype == torch.float64 for lp in scored) else torch.float32
+    logp_T = gather_tokens(((m, lp.logprob) for m, lp in zip(micros, scored, strict=True)), total, dtype)
+    if not plan.spec.needs_entropy:
+        return logp_T, logp_T
+    pairs = [(m, lp.entropy) for m, lp in zip(micros, scored, strict=True) if lp.entropy is not None]
+    return logp_T, gather_tokens(pairs, total, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,14 +11,15 @@ from torch import Tensor
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.logprobs import TokenLogprobs
 from megatron_pgloss.metrics import Metric
-from megatron_pgloss.objective import surrogates
-from megatron_pgloss.objective.measure import measure
+from megatron_pgloss.objective import auxiliary, ratios
+from megatron_pgloss.objective.late import late
+from megatron_pgloss.objective.measure import Seen, measure
 from megatron_pgloss.objective.streams import Streams
+from megatron_pgloss.objective.surrogates import SURROGATES
+from megatron_pgloss.objective.users import checked
 from megatron_pgloss.planning import MicroBatch
-from megatron_pgloss.spec import KL, Clip, Component, Entropy, PolicyGradient, Reinforce, Term
-from megatron_pgloss.terms import bounded, k1, k2, k3
-
-_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+from megatron_pgloss.spec import KL, Component, CrossEntropy, Entropy, LossSpec, PolicyGradient, Term, Value
+from megatron_pgloss.terms.together import NotDeferrable, Together, rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +31,10 @@ class TokenReport:
     weight: Tensor
     """u * w, without the coefficient."""
     ratio: Tensor | None
-    """pi/old where the component has one."""
+    """The component's ratio, by its ratio axis, where it has one."""
     gate: Tensor
-    """int8: 0 free, 1 clipped low, 2 clipped high, 3 dual, 4 beyond the log-ratio bound, -1 not a member."""
+    """int8: 0 free, 1 clipped low, 2 clipped high, 3 dual, 4 beyond the log-ratio bound, 5 dropped by a gate, 6
+    rejected by a correction of the current policy, -1 not a member."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,39 +49,63 @@ class LossOutput:
     """Component to its tokens, with ``keep_tokens=True``."""
 
 
-def policy_loss(lp: TokenLogprobs, micro: MicroBatch, *, keep_tokens: bool = False) -> LossOutput:
+def policy_loss(
+    lp: TokenLogprobs | None, micro: MicroBatch, *, value: Tensor | None = None, keep_tokens: bool = False
+) -> LossOutput:
     """The planned loss of one micro-batch.
 
     Args:
         lp: log-probs (and entropy where `LossSpec.needs_entropy`) of ``micro.targets``, float32 or float64, of shape
-            ``micro.shape``; anything where no component has a member.
+            ``micro.shape``; anything where no component has a member. None for a spec of value components alone.
         micro: a micro-batch of a plan made with a spec.
+        value: the value head's output at each position, float32 or float64 of shape ``micro.shape``; read by `Value`.
         keep_tokens: also return per-token loss, ratio, weight and gate reason.
 
     Returns:
         ``loss = sum_c coef_c sum_{t in M_c} u_ct w_ct l_ct``: a sum over micro-batches and ranks is the step's loss.
 
     Raises:
-        DataError: shape or dtype of ``lp``, entropy missing, a second on-policy update.
+        DataError: shape or dtype of ``lp`` or ``value``, one that is read and missing, a second on-policy update.
     """
-    logp_N, entropy_N = _flat(lp, micro)
+    inputs = _flat(lp, value, micro)
+    if any(stream.requires_grad for stream in inputs.values()):
+        micro.plan.check_open()
+        micro.plan.mark_updated()
+        micro.plan.record(micro, inputs["logp"] if "logp" in inputs else next(iter(inputs.values())).detach())
+    return _composed(inputs, micro, keep_tokens)
+
+
+def loss_gradients(lp: TokenLogprobs, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
+    """What `policy_loss` of these log-probs will send back to log-prob and entropy, each of ``micro.shape``.
+
+    A look ahead: the plan takes no note of it.
+    """
+    leaves = [x.detach().requires_grad_() for x in (lp.logprob, lp.entropy) if x is not None]
+    with torch.enable_grad():
+        loss = _composed(_flat(TokenLogprobs(*leaves), None, micro), micro, keep_tokens=False).loss
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    grads = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
+    return grads[0], grads[1] if lp.entropy is not None else None
+
+
+def _composed(inputs: dict[str, Tensor], micro: MicroBatch, keep_tokens: bool) -> LossOutput:
     spec, plan = micro.plan.spec, micro.plan
-    if logp_N.requires_grad:
-        plan.check_open()
-        plan.mark_updated()
+    leaf_N = next(iter(inputs.values()))
+    logp_N = inputs.get("logp", leaf_N.detach())
     # A shard without members still takes this path: every collective is entered, and the zero is connected.
-    total = torch.where(torch.zeros_like(logp_N, dtype=torch.bool), logp_N, 0).sum(dtype=torch.float64)
+    total = torch.where(torch.zeros_like(leaf_N, dtype=torch.bool), leaf_N, 0).sum(dtype=torch.float64)
     metrics: dict[str, Metric] = {}
     tokens: dict[str, TokenReport] = {}
-    for part in spec.components:
-        x = Streams(micro, part, spec, logp_N, entropy_N)
-        term_N, clipped = _term(part, x)
-        term_N, value, bad_N = _weighted(term_N, x, micro.weight(part.name).reshape(-1))
-        total = total + plan.coef[part.name] * value
-        metrics |= measure(part, x, value, bad_N, clipped, micro, spec)
+    extra = {name: stream for name, stream in inputs.items() if name not in ("logp", "entropy")}
+    streams = [Streams(micro, part, spec, logp_N, inputs.get("entropy"), **extra) for part in spec.components]
+    for x, seen in zip(streams, _terms(streams, micro, spec), strict=True):
+        part = x.component
+        term_N, worth, bad_N = _weighted(seen.late.act(seen.term_N), x, micro.weight(part.name).reshape(-1))
+        total = total + plan.coef[part.name] * worth
+        metrics |= measure(part, x, worth, bad_N, seen, micro, spec)
         if keep_tokens:
-            tokens[part.name] = _report(part, x, term_N, clipped, micro)
-    return LossOutput(loss=total.to(logp_N.dtype), metrics=metrics, tokens=tokens)
+            tokens[part.name] = _report(part, x, term_N, seen, micro)
+    return LossOutput(loss=total.to(leaf_N.dtype), metrics=metrics, tokens=tokens)
 
 
 def weighted_sum(values: Tensor, micro: MicroBatch, component: str) -> Tensor:
@@ -97,63 +124,87 @@ def weighted_sum(values: Tensor, micro: MicroBatch, component: str) -> Tensor:
     return torch.where(member, picked, 0).sum(dtype=torch.float64).to(values.dtype)
 
 
-def _flat(lp: TokenLogprobs, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
+def _flat(lp: TokenLogprobs | None, value: Tensor | None, micro: MicroBatch) -> dict[str, Tensor]:
+    """The model's outputs by name, [N] each; the log-prob first where there is one."""
     spec = micro.plan.spec
     if spec is None:
         raise DataError("this micro-batch was planned without a spec", fix="plan(batches, spec, ...)")
-    for name, value in (("logprob", lp.logprob), ("entropy", lp.entropy)):
-        if value is None:
+    given: dict[str, Tensor | None] = {"logp": None, "entropy": None, "kl": None}
+    if lp is not None:
+        given = {"logp": lp.logprob, "entropy": lp.entropy, "kl": getattr(lp, "kl", None)}
+    given["value"] = value
+    for name, stream in given.items():
+        if stream is None:
             continue
-        if tuple(value.shape) != micro.shape:
+        what = "logprob" if name == "logp" else name
+        if tuple(stream.shape) != micro.shape:
             raise DataError(
-                f"{name} has the wrong shape",
+                f"{what} has the wrong shape",
                 expected=f"{list(micro.shape)}, that of micro.targets",
-                got=list(value.shape),
+                got=list(stream.shape),
                 fix="score micro.targets: position t is about the token after it",
             )
-        if value.dtype not in (torch.float32, torch.float64):
-            raise DataError(f"{name} must be float32 or float64", got=value.dtype)
-    if spec.needs_entropy and lp.entropy is None:
-        raise DataError(
-            "the spec reads the entropy, but none came", fix="token_logprobs(..., entropy=spec.needs_entropy)"
-        )
-    return lp.logprob.reshape(-1), None if lp.entropy is None else lp.entropy.reshape(-1)
+        if stream.dtype not in (torch.float32, torch.float64):
+            raise DataError(f"{what} must be float32 or float64", got=stream.dtype)
+    if lp is None and not all(isinstance(part, Value) for part in spec.components):
+        raise DataError("the spec reads log-probs, but none came", fix="policy_loss(token_logprobs(...), micro)")
+    for name, wanted, fix in (
+        ("entropy", spec.needs_entropy, "token_logprobs(..., entropy=spec.needs_entropy)"),
+        ("kl", spec.needs_exact_kl, "token_logprobs(..., ref_logits=...)"),
+        ("value", any(isinstance(part, Value) for part in spec.components), "policy_loss(..., value=V)"),
+    ):
+        if wanted and given[name] is None:
+            raise DataError(f"the spec reads the {name}, but none came", fix=fix)
+    return {name: stream.reshape(-1) for name, stream in given.items() if stream is not None}
 
 
-def _term(part: Component, x: Streams) -> tuple[Tensor, surrogates.Clipped | None]:
+def _terms(streams: Sequence[Streams], micro: MicroBatch, spec: LossSpec) -> list[Seen]:
+    """Every component's term; under context parallelism with all their statistics over units in one collective."""
+
+    def run() -> list[Seen]:
+        return [_term(x.component, x, micro, spec) for x in streams]
+
+    if micro.group is None:
+        return run()
+    together = Together(micro.group)
+    for x in streams:
+        x.group = together
+    try:
+        return rounds(together, run)
+    except NotDeferrable:  # raised on every rank alike, before any collective of the round
+        for x in streams:
+            x.group = micro.group
+        return run()
+
+
+def _term(part: Component, x: Streams, micro: MicroBatch, spec: LossSpec) -> Seen:
+    """The component's term before gates and weights, with what decided it."""
     if isinstance(part, PolicyGradient):
-        if isinstance(part.surrogate, Reinforce):
-            return surrogates.reinforce(x.logp, x.advantage), None
-        assert isinstance(part.surrogate, Clip)
-        # ratio "none": exactly 1 with the gradient of log pi, so the base is the policy itself, held fixed.
-        log_ratio_N = x.log_ratio if part.ratio == "token" else x.logp - x.logp.detach()
-        return surrogates.clip(log_ratio_N, x.advantage, part.surrogate)
+        if "old" in part.reads or part.ratio == "none":
+            x.log_ratio = None  # a ratio of the user's own reads the token's, in every round
+            x.log_ratio = ratios.log_ratio(part.axis, x)
+        term_N, clipped = SURROGATES[part.surrogate.kind](x, part.surrogate)
+        return Seen(term_N=term_N, clipped=clipped, late=late(part, x, micro, spec))
+    if isinstance(part, Value):
+        term_N, decided_N = auxiliary.value(part, x)
+        return Seen(term_N=term_N, decided_N=decided_N, late=late(part, x, micro, spec))
     if isinstance(part, KL):
-        base_N = {"ref": lambda: x.ref, "old": lambda: x.old, "rollout": lambda: x.rollout}[part.to]()
-        return _ESTIMATORS[part.estimator](bounded(x.logp - base_N, x.bound)), None
-    if isinstance(part, Entropy):
-        return -x.entropy, None
-    if isinstance(part, Term):
-        return _user(part, x), None
-    return -x.logp, None
-
-
-def _user(part: Term, x: Streams) -> Tensor:
-    term_N = part.function(x)
-    if not isinstance(term_N, Tensor) or term_N.shape != x.logp.shape or not term_N.is_floating_point():
-        got = list(term_N.shape) if isinstance(term_N, Tensor) else type(term_N).__name__
-        raise DataError(
-            f"term {part.name!r} must return one number per position", expected=f"float {list(x.logp.shape)}", got=got
-        )
-    return term_N
+        term_N = auxiliary.kl(part, x)
+    elif isinstance(part, Entropy):
+        term_N = -x.entropy
+    elif isinstance(part, Term):
+        term_N = checked(part.function(x), x, f"term {part.name!r}")
+    else:
+        assert isinstance(part, CrossEntropy)
+        term_N = -x.logp
+    return Seen(term_N=term_N, late=late(part, x, micro, spec))
 
 
 def _weighted(term_N: Tensor, x: Streams, weight_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The term with what is broken or outside selected out, its weighted sum, and where it was broken."""
     bad_N = x.members & ~term_N.detach().isfinite()
-    _guard(x.logp, x, bad_N)
-    if x.has_entropy:
-        _guard(x.entropy, x, bad_N)
+    for stream_N in (x.logp, *x.computed.values()):
+        _guard(stream_N, x, bad_N)
     kept_N = torch.where(x.members & ~bad_N, term_N, 0)
     return kept_N, (kept_N * weight_N).sum(dtype=torch.float64), x.broken | bad_N
 
@@ -167,18 +218,20 @@ def _guard(stream_N: Tensor, x: Streams, bad_N: Tensor) -> None:
     stream_N.register_hook(lambda grad: torch.where(bad_N | (elsewhere_N & ~grad.isfinite()), 0, grad))
 
 
-def _report(
-    part: Component, x: Streams, term_N: Tensor, clipped: surrogates.Clipped | None, micro: MicroBatch
-) -> TokenReport:
+def _report(part: Component, x: Streams, term_N: Tensor, seen: Seen, micro: MicroBatch) -> TokenReport:
     gate_N = torch.where(x.members, 0, -1).to(torch.int8)
     ratio = None
-    if isinstance(part, PolicyGradient) and clipped is not None:
-        if part.ratio == "token":
-            beyond_N = x.members & (x.raw_log_ratio.detach().abs() > x.bound)
-            gate_N = torch.where(beyond_N, 4, gate_N)
-            ratio = x.ratio.detach().reshape(micro.shape)
-        for code, mask_N in ((1, clipped.low_N), (2, clipped.high_N), (3, clipped.dual_N)):
-            gate_N = torch.where(mask_N & x.members, code, gate_N).to(torch.int8)
+    codes: list[tuple[int, Tensor]] = []
+    if isinstance(part, PolicyGradient) and "old" in part.reads:
+        ratio = x.ratio.detach().reshape(micro.shape)
+        codes.append((4, x.raw_log_ratio.detach().abs() > x.bound))
+    if seen.clipped is not None:
+        codes += [(1, seen.clipped.low_N), (2, seen.clipped.high_N), (3, seen.clipped.dual_N)]
+    codes += [(5, taken_N >= 1) for taken_N in seen.late.gated.values()]
+    if seen.late.rejected_N is not None:
+        codes.append((6, seen.late.rejected_N))
+    for code, mask_N in codes:
+        gate_N = torch.where(mask_N & x.members, code, gate_N).to(torch.int8)
     return TokenReport(
         loss=term_N.detach().reshape(micro.shape), weight=micro.weight(part.name), ratio=ratio,
         gate=gate_N.reshape(micro.shape),

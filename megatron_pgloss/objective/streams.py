@@ -4,97 +4,140 @@ positions.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_pgloss.errors import DataError, SpecError
+from megatron_pgloss.errors import DataError
+from megatron_pgloss.objective.statistics import Over, UnitStatistics
 from megatron_pgloss.planning import MicroBatch
-from megatron_pgloss.spec import Component, LossSpec
-from megatron_pgloss.terms import UnitSums, bounded
+from megatron_pgloss.spec import Component, Function, LossSpec, PolicyGradient, SequenceGate
+from megatron_pgloss.spec.surrogates import TOKEN_RATIO_ONLY
+from megatron_pgloss.terms import bounded
 
-Over = Literal["sampled", "members"]
+__all__ = ["Over", "Streams"]
+_FIX = {"advantages": "advantage"}
 
 
-class Streams:
-    """Streams ``[N]`` of one component; the ``x`` of a user's term.
+class Streams(UnitStatistics):
+    """Streams ``[N]`` of one component; the ``x`` of a user's function.
 
-    ``logp`` is the only one with a gradient (and ``entropy``). Positions outside ``visible`` read as 0. Visible are the
-    component's members, and beside them, for statistics over units, the sampled tokens of finite log-prob.
+    ``logp`` is the only one with a gradient (and ``entropy``, ``value``, ``kl``). Positions outside ``visible`` read as
+    0. Visible are the component's members, and beside them, for statistics over units, the sampled tokens of finite
+    log-prob.
     """
 
     def __init__(
-        self, micro: MicroBatch, component: Component, spec: LossSpec, logp_N: Tensor, entropy_N: Tensor | None
+        self,
+        micro: MicroBatch,
+        component: Component,
+        spec: LossSpec,
+        logp_N: Tensor,
+        entropy_N: Tensor | None,
+        **computed: Tensor | None,
     ) -> None:
-        self._micro, self._spec = micro, spec
+        self._micro, self._spec, self.component = micro, spec, component
+        self.group = micro.group
+        self._axis: Tensor | None = None
+        given = {"entropy": entropy_N} | computed
+        usable_N = logp_N.detach().isfinite()
+        for name, stream in given.items():
+            if stream is not None and (name in component.reads or name == getattr(component, "kind", None)):
+                usable_N = usable_N & stream.detach().isfinite()
         member_N = micro.members(component.name).reshape(-1)
-        self.broken = member_N & ~logp_N.detach().isfinite()
-        if entropy_N is not None and _reads_entropy(component):
-            self.broken = self.broken | (member_N & ~entropy_N.detach().isfinite())
-        self.members: Tensor = member_N & ~self.broken
+        self.broken = member_N & ~usable_N
+        self.members: Tensor = member_N & usable_N
         """bool [N]: the component's tokens."""
-        sampled_N = _flat(micro, "action")
-        voters_N = sampled_N & logp_N.detach().isfinite()
-        if entropy_N is not None and _reads_entropy(component):
-            voters_N = voters_N & entropy_N.detach().isfinite()
-        self._constants: dict[str, Tensor] = {}
-        for name in ("advantages", "old", "rollout", "ref"):
-            stream = micro.stream(name)
-            if stream is not None:
-                self._constants[name] = stream.reshape(-1)
-        self._sampled = voters_N
-        self.visible = self.members | voters_N if component.kind == "term" else self.members  # type: ignore[attr-defined]
+        self._sampled = _flat(micro, "action") & usable_N
+        self.visible = self.members | self._sampled if _reads_units(component, spec) else self.members
         self.logp: Tensor = torch.where(self.visible, logp_N, 0)
         """log pi of the target token, differentiable."""
-        self._entropy = None if entropy_N is None else torch.where(self.visible, entropy_N, 0)
+        self.computed = {
+            name: torch.where(self.visible, stream, 0) for name, stream in given.items() if stream is not None
+        }
+        """Further outputs of the model, differentiable."""
 
-    def _constant(self, name: str, stream: str) -> Tensor:
-        if stream not in self._constants:
+    def _constant(self, stream: str) -> Tensor:
+        given = self._micro.stream(stream)
+        if given is None:
+            if self._micro.table["tokens"].numel() == 0:  # a rank without rows takes the same path
+                return torch.zeros_like(self.logp)
+            name = _FIX.get(stream, stream)
             raise DataError(
                 f"a term reads {name}, which this step does not have",
                 expected=f"the {stream} stream",
-                fix=f"give it to the TokenBatch; a Term says needs=({name!r},) so that the plan checks it",
+                fix=f"give it to the TokenBatch; a function says needs=({name!r},) so that the plan checks it",
             )
-        return torch.where(self.visible, self._constants[stream], 0)
+        return torch.where(self.visible, given.reshape(-1), 0)
+
+    def stream(self, name: str) -> Tensor:
+        """A constant stream of the batch by name: one of the user's own (``streams={name: ...}``), or a known one."""
+        return self._constant(name)
+
+    def number(self, given: float | str) -> float | Tensor:
+        """A parameter that is a number or the name of a stream."""
+        return self._constant(given) if isinstance(given, str) else given
 
     @property
     def advantage(self) -> Tensor:
-        """Advantage of the token, constant."""
-        return self._constant("advantage", "advantages")
+        """Advantage of the token, constant; 0 where a token outside the members has no finite one."""
+        given_N = self._constant("advantages")
+        return torch.where(self.members | given_N.isfinite(), given_N, 0)
 
     @property
     def old(self) -> Tensor:
         """log-prob of the base of the ratio, constant: by the spec's ``old``."""
-        if self._spec.old == "policy":
+        source = self._spec.old
+        if source == "policy":
             return self.logp.detach()  # on-policy: the base is the policy itself, held fixed
-        return self._constant("old", {"given": "old", "rollout": "rollout"}[self._spec.old])
+        if source == "record":
+            recorded = self._micro.stream("recorded")
+            assert recorded is not None
+            return torch.where(recorded.reshape(-1), self._constant("old"), self.logp.detach())
+        if source == "interpolate":
+            rollout_N = self._constant("rollout")
+            return rollout_N + self._constant("interpolation") * (self.logp.detach() - rollout_N)
+        return self._constant({"given": "old", "rollout": "rollout"}[source])
 
     @property
     def rollout(self) -> Tensor:
         """The sampler's log-prob, constant."""
-        return self._constant("rollout", "rollout")
+        return self._constant("rollout")
 
     @property
     def ref(self) -> Tensor:
         """The reference's log-prob, constant."""
-        return self._constant("ref", "ref")
+        return self._constant("ref")
+
+    def _model(self, name: str, expected: str, fix: str) -> Tensor:
+        if name not in self.computed:
+            raise DataError(f"a term reads {name}, which was not computed", expected=expected, fix=fix)
+        return self.computed[name]
 
     @property
     def entropy(self) -> Tensor:
         """Exact entropy of pi at the position, differentiable."""
-        if self._entropy is None:
-            raise DataError(
-                "a term reads entropy, which was not computed",
-                expected="token_logprobs(..., entropy=True)",
-                fix="a Term says needs=('entropy',); then spec.needs_entropy is true",
-            )
-        return self._entropy
+        return self._model(
+            "entropy",
+            "token_logprobs(..., entropy=True)",
+            "a function says needs=('entropy',); then spec.needs_entropy is true",
+        )
+
+    @property
+    def value(self) -> Tensor:
+        """The value head's output at the position, differentiable."""
+        return self._model("value", "policy_loss(..., value=V)", "give the critic's output")
+
+    @property
+    def kl(self) -> Tensor:
+        """Exact KL(pi || ref) at the position, differentiable."""
+        return self._model("kl", "token_logprobs(..., ref_logits=...)", "score with the reference's logits")
 
     @property
     def has_entropy(self) -> bool:
         """Whether the entropy was computed."""
-        return self._entropy is not None
+        return "entropy" in self.computed
 
     @property
     def bound(self) -> float:
@@ -103,53 +146,33 @@ class Streams:
 
     def has(self, stream: str) -> bool:
         """Whether the step carries this optional stream."""
-        return stream in self._constants
+        return self._micro.stream(stream) is not None
 
     @property
     def raw_log_ratio(self) -> Tensor:
-        """log pi - log old before the bound."""
+        """log pi - log old of the token, before the bound."""
         return self.logp - self.old
 
     @property
+    def token_log_ratio(self) -> Tensor:
+        """log pi - log old of the token, bounded to the spec's ``log_ratio_bound`` (gradient 0 beyond)."""
+        raw_N = self.raw_log_ratio
+        # An infinite one is no ratio: it must not come out of the bound as a number that votes.
+        return torch.where(raw_N.detach().isinf(), torch.nan, bounded(raw_N, self.bound))
+
+    @property
     def log_ratio(self) -> Tensor:
-        """log pi - log old, bounded to the spec's ``log_ratio_bound`` (gradient 0 beyond)."""
-        return bounded(self.raw_log_ratio, self._spec.log_ratio_bound)
+        """Log of the component's ratio: by its ratio axis in a surrogate and its gates, else of the token; bounded."""
+        return self.token_log_ratio if self._axis is None else self._axis
+
+    @log_ratio.setter
+    def log_ratio(self, value_N: Tensor | None) -> None:
+        self._axis = value_N
 
     @property
     def ratio(self) -> Tensor:
         """exp of ``log_ratio``."""
         return self.log_ratio.exp()
-
-    def _units(self, unit: str) -> UnitSums:
-        micro = self._micro
-        if unit not in micro.units:
-            raise SpecError(
-                f"statistics over {unit!r} are not known inside a micro-batch",
-                expected="'sequence' or 'turn'",
-                fix="prompts and episodes straddle micro-batches: put what depends on them into advantages or weights",
-            )
-        ids_N = {"sequence": micro.seq_N, "turn": micro.turn_N}[unit].to(self.logp.device, non_blocking=True)
-        chunk_N = None if micro.chunk_N is None else micro.chunk_N.to(self.logp.device, non_blocking=True)
-        return UnitSums(ids_N, micro.units[unit], micro.group, chunk_N, micro.chunks)
-
-    def _voters(self, over: Over, value_N: Tensor) -> Tensor:
-        # Outside the members a stream may hold anything: a token whose value it broke cannot vote. A broken member
-        # does, so that the members of its unit are found broken with it.
-        return self._sampled & (self.members | value_N.detach().isfinite()) if over == "sampled" else self.members
-
-    def unit_mean(self, value_N: Tensor, unit: str = "sequence", over: Over = "sampled") -> Tensor:
-        """Mean of ``value_N`` over the unit's action tokens as sampled (or the component's members), at each
-        position.
-        """
-        return self._units(unit).mean(value_N, self._voters(over, value_N))
-
-    def unit_sum(self, value_N: Tensor, unit: str = "sequence", over: Over = "sampled") -> Tensor:
-        """Sum over the unit's action tokens as sampled (or members), at each position."""
-        return self._units(unit).total(value_N, self._voters(over, value_N))
-
-    def prefix_sum(self, value_N: Tensor, unit: str = "sequence", over: Over = "sampled") -> Tensor:
-        """Sum over the unit's tokens up to and including each position."""
-        return self._units(unit).prefix(value_N, self._voters(over, value_N))
 
 
 def _flat(micro: MicroBatch, name: str) -> Tensor:
@@ -157,5 +180,13 @@ def _flat(micro: MicroBatch, name: str) -> Tensor:
     return stream.reshape(-1)  # type: ignore[no-any-return]
 
 
-def _reads_entropy(component: Component) -> bool:
-    return component.kind == "entropy" or "entropy" in getattr(component, "needs", ())  # type: ignore[attr-defined]
+def _reads_units(component: Component, spec: LossSpec) -> bool:
+    """Whether a statistic over units, which runs over more than the members, may be asked for."""
+    if isinstance(component, Function) or spec.corrections_on(component, late=True):
+        return True
+    if any(component.name in gate.on and isinstance(gate, SequenceGate | Function) for gate in spec.gates):
+        return True
+    if not isinstance(component, PolicyGradient):
+        return False
+    own = isinstance(component.surrogate, (*TOKEN_RATIO_ONLY, Function))
+    return own or component.ratio not in ("token", "none")

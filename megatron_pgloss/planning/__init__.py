@@ -5,5 +5,6 @@ from megatron_pgloss.planning.microbatch import Arrangement, MicroBatch
 from megatron_pgloss.planning.minibatches import minibatches
 from megatron_pgloss.planning.plan import Plan, plan
 from megatron_pgloss.planning.split import Split
+from megatron_pgloss.planning.voters import voters
 
-__all__ = ["Arrangement", "MicroBatch", "Plan", "Ranks", "Split", "minibatches", "plan"]
+__all__ = ["Arrangement", "MicroBatch", "Plan", "Ranks", "Split", "minibatches", "plan", "voters"]

@@ -22,7 +22,7 @@ HEAD = 32
 BODY = ROW - HEAD
 FIELDS = (
     "error", "spec", "version", "batch", "data_rank", "streams", "microbatches", "rows", "tokens", "width",
-    "bin_rows", "bin_tokens", "unit_rows", "double", "excluded", "setup",
+    "bin_rows", "bin_tokens", "unit_rows", "double", "excluded", "setup", "actions",
 )  # fmt: skip
 
 
@@ -54,6 +54,15 @@ class Ranks:
         out = torch.empty(size * mine.numel(), dtype=mine.dtype, device=device)
         dist.all_gather_into_tensor(out, mine.reshape(-1), group=group)
         return out.cpu().reshape(size, *rows.shape)
+
+    def total(self, numbers: Tensor, group: Any) -> Tensor:
+        """Sum of every rank's int64 ``numbers``; integers, so that the order of ranks does not matter."""
+        if group is None:
+            return numbers
+        device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
+        out = numbers.clone().to(device)
+        dist.all_reduce(out, group=group)
+        return out.cpu()
 
 
 def pack(head: dict[str, int], body: Tensor, error: PGLossError | None) -> Tensor:
@@ -94,18 +103,29 @@ def raise_agreed(rows: Tensor) -> None:
     for name, what, fix in _EQUAL:
         _equal(rows[:, FIELDS.index(name)], what, fix)
     _streams(rows)
-    batch, data_rank = rows[:, FIELDS.index("batch")], rows[:, FIELDS.index("data_rank")]
-    for replica in data_rank.unique().tolist():
-        inside = (data_rank == replica).nonzero().flatten()
-        if bool((batch[inside] != batch[inside[0]]).any()):
-            other = inside[(batch[inside] != batch[inside[0]]).nonzero()[0, 0]]
-            raise LayoutError(
-                "ranks of one replica (tensor, context, pipeline ranks of a data-parallel rank) have different batches",
-                expected="the same batches in the same order",
-                got=f"digests {int(batch[inside[0]]):x} and {int(batch[other]):x}",
-                where=f"rank {int(inside[0])} and rank {int(other)}, replica {replica}",
-                fix="pass the same batches on all of them, or call broadcast first",
-            )
+    batch, data_rank = (rows[:, FIELDS.index(name)].contiguous() for name in ("batch", "data_rank"))
+    first = firsts(rows)
+    first_of_row = first[torch.searchsorted(data_rank[first], data_rank)]
+    differs = (batch != batch[first_of_row]).nonzero().flatten()
+    if differs.numel():
+        other = differs[torch.argsort(data_rank[differs], stable=True)[0]]
+        one = first_of_row[other]
+        raise LayoutError(
+            "ranks of one replica (tensor, context, pipeline ranks of a data-parallel rank) have different batches",
+            expected="the same batches in the same order",
+            got=f"digests {int(batch[one]):x} and {int(batch[other]):x}",
+            where=f"rank {int(one)} and rank {int(other)}, replica {int(data_rank[other])}",
+            fix="pass the same batches on all of them, or call broadcast first",
+        )
+
+
+def firsts(rows: Tensor) -> Tensor:
+    """int64: the first row of every replica, in the order of data ranks; its other ranks have the same batches."""
+    order = torch.argsort(rows[:, FIELDS.index("data_rank")], stable=True)
+    ranks = rows[order, FIELDS.index("data_rank")]
+    begins = torch.ones_like(ranks, dtype=torch.bool)
+    begins[1:] = ranks[1:] != ranks[:-1]
+    return order[begins]
 
 
 _EQUAL = (
@@ -143,16 +163,19 @@ def _streams(rows: Tensor) -> None:
 
 OPTIONAL = (
     "old", "rollout", "ref", "advantages", "temperature", "prompt_ids", "episode_ids", "sample_ids", "terminations",
+    "versions",
 )  # fmt: skip
 
 
 def presence(batch: Any) -> int:
-    """Bits of `OPTIONAL` present in the batch, and above them a hash of its weights' and masks' names."""
+    """Bits of `OPTIONAL` present in the batch, and above them a hash of its weights', masks' and own streams' names."""
     bits = 0
     for bit, name in enumerate(OPTIONAL):
-        there = name in batch.streams or getattr(batch, name, None) is not None
+        field = "versions_T" if name == "versions" else name
+        there = name in batch.streams or getattr(batch, field, None) is not None
         bits |= int(there) << bit
-    names = json.dumps([sorted(batch.weights), sorted(batch.masks)])
+    own = sorted(set(batch.streams) - set(OPTIONAL))
+    names = json.dumps([sorted(batch.weights), sorted(batch.masks), own])
     return bits | (digest(names.encode()) >> 16 << 16)
 
 
@@ -167,6 +190,7 @@ def digest(*parts: bytes) -> int:
 def batch_digest(batch: Any) -> int:
     """A hash of everything in the batch that the loss reads."""
     tensors = [batch.tokens_T, batch.cu_S1, batch.action_T, batch.observation_T, batch.target_T, batch.turn_T]
+    tensors += [batch.versions_T] if batch.versions_T is not None else []
     for table in (batch.streams, batch.weights, batch.masks):
         tensors += [table[name] for name in sorted(table)]
     ids = repr((batch.prompt_ids, batch.episode_ids, batch.sample_ids, batch.terminations)).encode()

@@ -14,6 +14,11 @@ from megatron_pgloss.spec import LossSpec, PolicyGradient
 Counts = dict[str, dict[str, int | float]]
 
 
+def stride_of(spec: LossSpec) -> int:
+    """Numbers that a component takes in a row: `SLOTS`, its reasons, and two for each normalised correction."""
+    return len(SLOTS) + len(sets.reasons(spec)) + 2 * len(sets.normalized(spec))
+
+
 def job_counts(spec: LossSpec | None, mine: Tensor) -> Counts:
     """Every component's counts over the job, from one row of each replica.
 
@@ -24,10 +29,10 @@ def job_counts(spec: LossSpec | None, mine: Tensor) -> Counts:
     if spec is None:
         return counts
     why = sets.reasons(spec)
-    stride = len(SLOTS) + len(why)
+    stride = stride_of(spec)
     for c, part in enumerate(spec.components):
         body = mine[:, HEAD + c * stride : HEAD + (c + 1) * stride]
-        sums = body.sum(0).tolist()
+        sums = body[:, : len(SLOTS) + len(why)].sum(0).tolist()
         counts[part.name] = dict.fromkeys((*SLOTS, *why), 0)
         for slot, value in zip((*SLOTS, *why), sums, strict=True):
             counts[part.name][slot] += value  # two masks of one name share a reason
@@ -41,6 +46,22 @@ def job_counts(spec: LossSpec | None, mine: Tensor) -> Counts:
                 fix="check action_mask; an empty step must not reach the optimizer",
             )
     return counts
+
+
+def mean_weights(spec: LossSpec | None, mine: Tensor) -> dict[str, dict[int, float]]:
+    """Component to the mean over the job of each normalised correction's weights, by the correction's index."""
+    found: dict[str, dict[int, float]] = {}
+    for c, part in enumerate(spec.components if spec is not None else ()):
+        assert spec is not None
+        at = HEAD + c * stride_of(spec) + len(SLOTS) + len(sets.reasons(spec))
+        found[part.name] = {}
+        for k, i in enumerate(sets.normalized(spec)):
+            pair = mine[:, at + 2 * k : at + 2 * k + 2]
+            total = pair[:, 0].contiguous().view(torch.float64).sum().item()
+            number = int(pair[:, 1].sum())
+            if number:
+                found[part.name][i] = total / number
+    return found
 
 
 def unit_totals(
@@ -62,29 +83,24 @@ def unit_totals(
 
 
 def token_table(
-    local: Local, spec: LossSpec | None, totals: normalizers.Totals, dtype: torch.dtype, streams: int
+    local: Local,
+    spec: LossSpec | None,
+    totals: normalizers.Totals,
+    dtype: torch.dtype,
+    streams: int,
+    means: dict[str, dict[int, float]],
 ) -> dict[str, Tensor]:
     """Streams, weights and members of this rank's tokens; where it has no rows, empty streams of the same names."""
     batch, found = local.batch, local.units
     if batch is None or found is None:
-        none = torch.zeros(0, dtype=torch.int64)
-        flag, number = torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=dtype)
-        empty = {"tokens": none, "targets": none, "turn": none, "action": flag}
-        # The streams that other ranks have: terms and metrics must take the same path here.
-        present = [name for bit, name in enumerate(agreement.OPTIONAL[:5]) if streams >> bit & 1]
-        names = spec.names if spec is not None else ()
-        return (
-            empty
-            | dict.fromkeys(present, number)
-            | {f"weight/{name}": number for name in names}
-            | {f"member/{name}": flag for name in names}
-        )
+        return _empty_table(spec, dtype, streams)
     table = {
         "tokens": batch.tokens_T,
         "targets": batch.targets_T,
         "turn": found.index["turn"],
         "action": batch.action_T,
         **{name: stream_T.to(dtype) for name, stream_T in batch.streams.items() if name != "temperature"},
+        **{name: T.to(dtype) if T.is_floating_point() else T for name, T in local.constants.items()},
     }
     if "temperature" in batch.streams:
         # Nobody trains on the other tokens, and what a sampler reports there may be 0.
@@ -93,6 +109,31 @@ def token_table(
     for c, part in enumerate(local.counts):
         name = part.tokens.component.name
         weight_T = normalizers.weights(c, part, found, totals)
+        for mean in means[name].values():
+            weight_T = weight_T / mean
         table[f"weight/{name}"] = weight_T.to(dtype)
         table[f"member/{name}"] = part.tokens.member_T
+        if spec is not None and sets.weighed(spec, part.tokens.component):
+            table[f"is_weight/{name}"] = part.tokens.is_weight_T.to(dtype)
+            table[f"is_truncated/{name}"] = part.tokens.clipped_T
+            table[f"before/{name}"] = part.tokens.before_T
+    return table
+
+
+def _empty_table(spec: LossSpec | None, dtype: torch.dtype, streams: int) -> dict[str, Tensor]:
+    """The streams that other ranks have: terms and metrics must take the same path here."""
+    none = torch.zeros(0, dtype=torch.int64)
+    flag, number = torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=dtype)
+    table = {"tokens": none, "targets": none, "turn": none, "action": flag}
+    table |= {name: number for bit, name in enumerate(agreement.OPTIONAL[:5]) if streams >> bit & 1}
+    if spec is None:
+        return table
+    table |= {name: number for name in spec.readers if name not in agreement.OPTIONAL}
+    table |= {"recorded": flag} if spec.old == "record" else {}
+    table |= {"interpolation": number} if spec.old == "interpolate" else {}
+    for part in spec.components:
+        table |= {f"weight/{part.name}": number, f"member/{part.name}": flag}
+        if sets.weighed(spec, part):
+            names = (f"is_truncated/{part.name}", f"before/{part.name}")
+            table |= {f"is_weight/{part.name}": number} | dict.fromkeys(names, flag)
     return table

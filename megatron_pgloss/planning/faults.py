@@ -7,8 +7,8 @@ from torch import Tensor
 
 from megatron_pgloss.errors import DataError, PGLossError
 from megatron_pgloss.planning.sets import ComponentSet, base, component_set, where
-from megatron_pgloss.rollouts import TokenBatch
-from megatron_pgloss.spec import DropTruncated, LossSpec, UserMask
+from megatron_pgloss.rollouts import STREAMS, TokenBatch
+from megatron_pgloss.spec import CovarianceGate, DropTruncated, LossSpec, Staleness, UserMask, acts_on, reads_turns
 
 _ARGUMENT = {"old": "old_logprobs", "rollout": "rollout_logprobs", "ref": "ref_logprobs", "advantages": "advantages"}
 
@@ -30,7 +30,7 @@ def check(batch: TokenBatch, spec: LossSpec, *, vocab_size: int | None = None) -
     sets = [component_set(batch, part, plain) for part in spec.components]
     _finite(batch, spec, sets)
     _empty_sequences(batch, spec)
-    _turns(batch, sets)
+    _turns(batch, spec, sets)
     _updated(batch, spec)
 
 
@@ -61,14 +61,18 @@ def _names(batch: TokenBatch, spec: LossSpec) -> None:
 def _present(batch: TokenBatch, spec: LossSpec) -> None:
     for stream, readers in spec.readers.items():
         if stream not in batch.streams:
-            fix = f"give {_ARGUMENT[stream]}="
+            argument = _ARGUMENT.get(stream, f"streams={{{stream!r}: ...}}" if stream not in STREAMS else stream)
+            fix = f"give {argument}" + ("" if "=" in argument else "=")
             if stream == "old":
                 fix += ", score them (step.score(..., into='old')), or set old='policy' in the spec"
-            raise DataError(
-                f"{stream} is absent", expected=f"{_ARGUMENT[stream]}, read by {', '.join(readers)}", fix=fix
-            )
+            raise DataError(f"{stream} is absent", expected=f"{argument}, read by {', '.join(readers)}", fix=fix)
     if any(isinstance(mask, DropTruncated) for mask in spec.masks) and batch.terminations is None:
         raise DataError("terminations are absent", expected="terminations=, read by DropTruncated")
+    drawing = any(isinstance(gate, CovarianceGate) and gate.select == "band" for gate in spec.gates)
+    if drawing and batch.sample_ids is None:
+        raise DataError(
+            "sample_ids are absent", expected="sample_ids=, read by CovarianceGate: its draws are seeded by them"
+        )
     for part in spec.components:
         for unit in part.path.units:
             if unit in ("prompt", "episode") and getattr(batch, f"{unit}_ids") is None:
@@ -123,12 +127,14 @@ def _finite(batch: TokenBatch, spec: LossSpec, sets: list[ComponentSet]) -> None
     for tokens in sets:
         part, member_T = tokens.component, tokens.member_T
         streams: dict[str, Tensor] = {}
-        for stream, readers in spec.readers.items():
-            if part.name in readers:
-                streams[stream] = batch.streams[stream]
+        for stream in spec.streams_of(part):
+            streams[stream] = batch.streams[stream]
         for rule in spec.corrections:
-            if part.name in rule.on:
-                streams.update(old=batch.streams["old"], rollout=batch.streams["rollout"])
+            if not isinstance(rule, Staleness) and acts_on(rule, part):
+                streams["rollout"] = batch.streams["rollout"]
+                streams |= {"old": batch.streams["old"]} if rule.of == "old" and spec.old == "given" else {}
+        if spec.old == "record" and part.over == "action":
+            streams["old"] = batch.streams["old"]  # 0 in a row's first update
         if part.name in batch.weights:
             streams[f"weights[{part.name!r}]"] = batch.weights[part.name]
         if part.divide_by == "weights" and part.name in batch.weights:
@@ -177,16 +183,19 @@ def _empty_sequences(batch: TokenBatch, spec: LossSpec) -> None:
         )
 
 
-def _turns(batch: TokenBatch, sets: list[ComponentSet]) -> None:
+def _turns(batch: TokenBatch, spec: LossSpec, sets: list[ComponentSet]) -> None:
     for tokens in sets:
         part = tokens.component
-        if "turn" not in part.path.units:
+        if "turn" in part.path.units:
+            lost_T, what = tokens.count_T & (batch.turn_T < 0), "normalizer names turns, but a counted token"
+        elif reads_turns(spec, part):
+            lost_T, what = tokens.member_T & (batch.turn_T < 0), "ratio or gate runs over turns, but a trained token"
+        else:
             continue
-        lost_T = tokens.count_T & (batch.turn_T < 0)
         if bool(lost_T.any()):
             at = int(lost_T.to(torch.int8).argmax())
             raise DataError(
-                f"{part.name}'s normalizer names turns, but a counted token belongs to none",
+                f"{part.name}'s {what} belongs to none",
                 expected="turn >= 0",
                 got=f"{int(lost_T.sum())} tokens before the first policy turn",
                 where=where(batch, at, "turn_ids"),

@@ -6,19 +6,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from megatron_pgloss._version import __version__
 from megatron_pgloss.errors import DataError, LayoutError
-from megatron_pgloss.planning import agreement, faults, normalizers, sets, units
+from megatron_pgloss.planning import agreement, faults, normalizers, recording, sets, units
 from megatron_pgloss.planning.agreement import Ranks
+from megatron_pgloss.planning.frozen import Verdict, lags, verdicts
 from megatron_pgloss.planning.microbatch import Arrangement
 from megatron_pgloss.planning.split import Split, bins, round_up
 from megatron_pgloss.rollouts import Termination, TokenBatch, concatenate
 from megatron_pgloss.spec import LossSpec
+from megatron_pgloss.terms.corrections import interpolation
 
 SLOTS = ("base", "members", "live", "sequence", "turn", "token")
 """Counts of a component in a row; the tokens each rule took out follow them."""
@@ -32,6 +34,10 @@ class Local:
     units: units.Units | None = None
     counts: list[normalizers.LocalCounts] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
+    verdicts: list[Verdict | None] = field(default_factory=list)
+    """What the plan-time corrections say."""
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    """Further streams [T] of the plan's table: ``recorded``, ``interpolation``."""
     parts: list[list[int]] = field(default_factory=list)
     excluded: int = 0
 
@@ -52,9 +58,17 @@ def coefficients(spec: LossSpec | None, given: Mapping[str, float] | None) -> di
 
 
 def prepare(
-    batches: Sequence[TokenBatch], spec: LossSpec | None, split: Split, arrangement: Arrangement, vocab_size: int | None
+    batches: Sequence[TokenBatch],
+    spec: LossSpec | None,
+    split: Split,
+    arrangement: Arrangement,
+    vocab_size: int | None,
+    version: int | None = None,
 ) -> Local:
     """Check and count this rank's rows.
+
+    Args:
+        version: the version of the weights being trained, where the spec reads it.
 
     Raises:
         DataError: the first fault, see `faults.check`.
@@ -70,13 +84,38 @@ def prepare(
     if spec is None:
         faults.check_inputs(batch, vocab_size=vocab_size)
         return Local(batch=batch, units=found, parts=parts)
+    constants: dict[str, Tensor] = {}
+    if spec.old == "record":
+        batch, constants["recorded"] = recording.recalled(batch)
     faults.check(batch, spec, vocab_size=vocab_size)
-    empty_S = faults.empty_rows(batch, spec)
-    present_S = (batch.lengths_S > 0) & ~empty_S & ~sets.ended(batch, Termination.FAULT)
-    tokens = [sets.component_set(batch, part, spec) for part in spec.components]
+    if spec.old == "interpolate":
+        constants["interpolation"] = interpolation(lags(batch, version, "old='interpolate'"))
+    local = Local(
+        batch=batch, units=found, parts=parts, excluded=int(faults.empty_rows(batch, spec).sum()), constants=constants,
+        verdicts=verdicts(batch, spec, version),
+    )  # fmt: skip
+    return count(local, spec)
+
+
+def count(local: Local, spec: LossSpec, rejected: Mapping[str, Tensor] | None = None) -> Local:
+    """``local`` with its components counted.
+
+    Args:
+        rejected: component to bool [T]: what a statistics pass found rejected.
+
+    Raises:
+        DataError: a member lies outside the set its component counts.
+    """
+    batch, found = local.batch, local.units
+    if batch is None or found is None:
+        return local
+    present_S = (batch.lengths_S > 0) & ~faults.empty_rows(batch, spec) & ~sets.ended(batch, Termination.FAULT)
+    tokens = [
+        sets.component_set(batch, part, spec, local.verdicts, (rejected or {}).get(part.name))
+        for part in spec.components
+    ]
     counts = [normalizers.local_counts(item, found, present_S) for item in tokens]
-    live = [sets.live(batch, item) for item in tokens]
-    return Local(batch=batch, units=found, counts=counts, live=live, parts=parts, excluded=int(empty_S.sum()))
+    return replace(local, counts=counts, live=[sets.live(batch, item) for item in tokens])
 
 
 def head(local: Local, spec: LossSpec | None, arrangement: Arrangement, ranks: Ranks, setup: int) -> dict[str, int]:
@@ -101,10 +140,17 @@ def head(local: Local, spec: LossSpec | None, arrangement: Arrangement, ranks: R
         "width": longest,
         "bin_rows": max((len(part) for part in local.parts), default=0),
         "bin_tokens": max(packed, default=0),
-        "unit_rows": max(local.units.size.get("episode", 0), local.units.size.get("prompt", 0)) if local.units else 0,
+        "unit_rows": _unit_rows(local, spec),
         "double": int(any(stream_T.dtype == torch.float64 for stream_T in batch.streams.values())),
         "excluded": local.excluded,
+        "actions": int(batch.action_T.sum()),
     }
+
+
+def _unit_rows(local: Local, spec: LossSpec | None) -> int:
+    """Rows that this rank will have in the keyed gather: one for each of its units of the finest kind named."""
+    unit = normalizers.finest(spec) if spec is not None else None
+    return local.units.size.get(unit, 0) if local.units is not None and unit is not None else 0
 
 
 def body(local: Local) -> Tensor:
@@ -113,9 +159,11 @@ def body(local: Local) -> Tensor:
     for part, live in zip(local.counts, local.live, strict=True):
         tokens = part.tokens
         total = part.totals["token"]
-        bits = int(torch.tensor(total, dtype=torch.float64).view(torch.int64)) if isinstance(total, float) else total
+        bits = _bits(total) if isinstance(total, float) else total
         values += [int(tokens.base_T.sum()), int(tokens.member_T.sum()), live]
         values += [int(part.totals["sequence"]), int(part.totals["turn"]), bits, *tokens.dropped]
+        for weight, number in tokens.means:
+            values += [_bits(weight), number]
     if len(values) > agreement.BODY:
         raise LayoutError(
             "too many components and masks for one agreement row",
@@ -124,3 +172,7 @@ def body(local: Local) -> Tensor:
             fix="merge components, or use fewer masks",
         )
     return torch.tensor(values, dtype=torch.int64)
+
+
+def _bits(number: float) -> int:
+    return int(torch.tensor(number, dtype=torch.float64).view(torch.int64))

@@ -183,6 +183,20 @@ def packed(number: int, rows: list[int], plan: Any, *, width: int | None, device
     )  # fmt: skip
 
 
+def whole(plan: Any) -> MicroBatch:
+    """All rows of this rank end to end, on the CPU: for statistics over whole rows, not for a model."""
+    batch, total = plan.batch, plan.table["tokens"].numel()
+    index_T = torch.arange(total)
+    start_T = torch.repeat_interleave(batch.cu_S1[:-1], batch.lengths_S) if batch is not None else index_T
+    return MicroBatch(
+        number=-1, shape=(1, total), index_N=index_T, position_N=index_T - start_T,
+        seq_N=batch.seq_T if batch is not None else index_T, turn_N=plan.table["turn"],
+        units={"sequence": len(batch), "turn": plan.local.units.size["turn"]} if batch is not None
+        else {"sequence": 0, "turn": 0},
+        table=plan.table, plan=plan, device=torch.device("cpu"),
+    )  # fmt: skip
+
+
 def _finish(
     number: int, shape: tuple[int, int], index_N: Tensor, position_N: Tensor, seq_N: Tensor, sequences: int,
     cu_seqlens: Tensor | None, plan: Any, device: torch.device,

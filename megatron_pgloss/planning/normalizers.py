@@ -126,14 +126,14 @@ class Totals:
     def __init__(self, batch_totals: list[dict[str, int | float]], table: Tensor | None, unit: str | None) -> None:
         self.batch, self.unit = batch_totals, unit
         self._groups: dict[str, tuple[Tensor, Tensor]] = {}
+        self._places: dict[str, Tensor] = {}
         if table is None or unit is None:
             return
         table = table[table[:, 0] == 1]
         self._table = table
-        keys, inverse = torch.unique(table[:, 1:3], dim=0, return_inverse=True)
-        self._groups[unit] = (keys, inverse)
+        self._groups[unit] = distinct(table[:, 1:3])
         if unit == "episode" and bool(table[:, 3:5].any()):  # keys of prompts are 0 where no prompt ids were given
-            self._groups["prompt"] = torch.unique(table[:, 3:5], dim=0, return_inverse=True)
+            self._groups["prompt"] = distinct(table[:, 3:5])
         for c, totals in enumerate(self.batch):
             for name, (names, of_row) in self._groups.items():
                 totals[name] = int(self._alive(c, names.shape[0], of_row).sum())
@@ -158,9 +158,31 @@ class Totals:
             if part.value_T.is_floating_point() and child == "token":
                 column = column.view(torch.float64)
             total = torch.zeros(keys.shape[0], dtype=column.dtype).index_add_(0, of_row, column)
-        place = {tuple(row): i for i, row in enumerate(keys.tolist())}
-        mine = [place[tuple(row)] for row in units.key[parent].tolist()]
-        return total[torch.tensor(mine, dtype=torch.int64)]
+        return total[self._place(units, parent)]
+
+    def _place(self, units: Units, unit: str) -> Tensor:
+        """Which of the job's units each of this rank's is: all of them are in the table, so the order stays."""
+        if unit not in self._places:
+            keys = self._groups[unit][0]
+            everywhere, of_key = distinct(torch.cat([keys, units.key[unit]]))
+            assert everywhere.shape == keys.shape
+            self._places[unit] = of_key[keys.shape[0] :]
+        return self._places[unit]
+
+
+def distinct(keys_K2: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct rows of int64 ``[K, 2]`` in order, and int64 ``[K]``: which of them each row is.
+
+    ``torch.unique(dim=0)`` by two sorts of integers, several times as fast.
+    """
+    order_K = torch.argsort(keys_K2[:, 1], stable=True)
+    order_K = order_K[torch.argsort(keys_K2[order_K, 0], stable=True)]
+    sorted_K2 = keys_K2[order_K]
+    begins_K = torch.ones_like(order_K, dtype=torch.bool)
+    begins_K[1:] = (sorted_K2[1:] != sorted_K2[:-1]).any(1)
+    of_key_K = torch.empty_like(order_K)
+    of_key_K[order_K] = begins_K.cumsum(0) - 1
+    return sorted_K2[begins_K], of_key_K
 
 
 def weights(c: int, part: LocalCounts, units: Units, totals: Totals) -> Tensor:

@@ -6,19 +6,20 @@ import functools
 import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pgloss.errors import DataError, LayoutError, PGLossError
+from megatron_pgloss.errors import DataError, LayoutError, PGLossError, SpecError
 from megatron_pgloss.planning import agreement, microbatch
 from megatron_pgloss.planning.agreement import FIELDS, Ranks
-from megatron_pgloss.planning.assembly import Counts, job_counts, token_table, unit_totals
+from megatron_pgloss.planning.assembly import Counts, job_counts, mean_weights, token_table, unit_totals
 from megatron_pgloss.planning.local import Local, body, coefficients, head, prepare
 from megatron_pgloss.planning.microbatch import Arrangement, MicroBatch
+from megatron_pgloss.planning.recording import Recorder
 from megatron_pgloss.planning.split import Split, legal_count, refine, round_up
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.spec import LossSpec
@@ -49,8 +50,18 @@ class Plan:
     counts: Counts
     """Component to counts over all ranks: `local.SLOTS`, prompts and episodes where named, and one per mask reason."""
     job: dict[str, int]
-    """Rows, tokens, excluded rows and empty micro-batches over all ranks."""
+    """Rows, tokens, tokens the policy sampled, excluded rows, empty ranks and micro-batches, over all ranks."""
     serial: int
+    version: int | None = None
+    """Version of the weights being trained, where given."""
+    constants: dict[str, float] = field(default_factory=dict)
+    """Mean weights of normalised corrections, and thresholds that a statistics pass found; the same on every rank."""
+    decided: bool = False
+    """Whether a statistics pass was made."""
+    local: Local = field(default_factory=Local, repr=False)
+    """What this rank counted."""
+    recorder: Recorder | None = field(default=None, repr=False)
+    """Keeps the log-probs of first updates, with ``old="record"``."""
 
     @property
     def num_microbatches(self) -> int:
@@ -66,6 +77,13 @@ class Plan:
     def gradient_scale(self) -> float:
         """Factor for the loss under a wrapper that averages gradients over the data-parallel ranks."""
         return float(self.ranks.data_size)
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether the spec decides something over the whole step, and this plan does not know it yet: a statistics pass
+        (`megatron_pgloss.statistics`) is to come.
+        """
+        return self.spec is not None and self.spec.needs_statistics and not self.decided
 
     @property
     def has_signal(self) -> bool:
@@ -115,6 +133,11 @@ class Plan:
             for record in self.batch.records_S:
                 record.plan = self.serial
 
+    def record(self, micro: MicroBatch, logp_N: Tensor) -> None:
+        """With ``old="record"``: keep the log-probs of a micro-batch that is being updated on."""
+        if self.recorder is not None and self.recorder.wanted:
+            self.recorder.keep(micro.number, micro.index_N, logp_N)
+
     def report(self) -> str:
         """The plan in words: layout, counts per level and component, tokens per mask rule and reason."""
         from megatron_pgloss.planning.report import report
@@ -133,6 +156,7 @@ def plan(
     arrangement: Arrangement | None = None,
     interleaved: tuple[int, int] | None = None,
     vocab_size: int | None = None,
+    version: int | None = None,
 ) -> Plan:
     """Plan one optimizer step. A collective: every rank of the job calls it, also with no batches.
 
@@ -147,6 +171,7 @@ def plan(
         arrangement: how rows are laid out; default: as the caller padded them.
         interleaved: group size and pipeline size of an interleaved schedule, which limit the number of micro-batches.
         vocab_size: tokens at or beyond it are refused.
+        version: version of the weights being trained, read by `Staleness` and ``old="interpolate"``.
 
     Returns:
         The same counts on every rank; weights of this rank's tokens.
@@ -159,17 +184,22 @@ def plan(
     error: PGLossError | None = None
     local, counted = Local(), torch.zeros(0, dtype=torch.int64)
     try:
+        if spec is not None and not isinstance(spec, LossSpec):
+            got, spec = type(spec).__name__, None
+            raise SpecError("plan takes a LossSpec", got=got, fix="LossSpec.from_dict(...), or pg.presets")
         coefs = coefficients(spec, coef)
-        local = prepare(batches, spec, split, arrangement, vocab_size)
+        local = prepare(batches, spec, split, arrangement, vocab_size, version)
         counted = body(local)
     except PGLossError as caught:
         # Raised below, on every rank alike.
         error, coefs = caught, {}
-    setup = agreement.digest(repr((split, arrangement, interleaved, vocab_size, sorted(coefs.items()))).encode())
+    setup = agreement.digest(
+        repr((split, arrangement, interleaved, vocab_size, version, sorted(coefs.items()))).encode()
+    )
     row = agreement.pack(head(local, spec, arrangement, ranks, setup), counted, error)
     rows = ranks.gather(row, ranks.world, ranks.world_size)
     agreement.raise_agreed(rows)
-    return _assemble(local, spec, coefs, split, arrangement, ranks, rows, interleaved)
+    return assemble(local, spec, coefs, split, arrangement, ranks, rows, interleaved, version)
 
 
 def _ranks(group: Any) -> Ranks:
@@ -189,7 +219,7 @@ def _ranks(group: Any) -> Ranks:
     return Ranks()
 
 
-def _assemble(
+def assemble(
     local: Local,
     spec: LossSpec | None,
     coefs: dict[str, float],
@@ -198,17 +228,18 @@ def _assemble(
     ranks: Ranks,
     rows: Tensor,
     interleaved: tuple[int, int] | None,
+    version: int | None,
 ) -> Plan:
-    # One row of every replica: its other ranks have the same batches.
-    firsts = [int((rows[:, FIELDS.index("data_rank")] == r).nonzero()[0]) for r in range(ranks.data_size)]
-    mine = rows[firsts]
+    """A plan from what this rank counted and the rows of all ranks; `plan` and `revise` call it."""
+    mine = rows[agreement.firsts(rows)]
     fields = {name: mine[:, i] for i, name in enumerate(FIELDS)}
     counts = job_counts(spec, mine)
-    count = max(int(fields["microbatches"].max()), 1)
+    number = max(int(fields["microbatches"].max()), 1)
     if interleaved is not None:
-        count = legal_count(count, *interleaved)
-    parts = refine(local.parts, count, split.packed)
+        number = legal_count(number, *interleaved)
+    parts = refine(local.parts, number, split.packed)
     streams = functools.reduce(operator.or_, fields["streams"].tolist(), 0)
+    means = mean_weights(spec, mine)
     totals = unit_totals(local, spec, list(counts.values()), ranks, int(fields["unit_rows"].max()))
     dtype = torch.float64 if bool(fields["double"].any()) else torch.float32
     width = int(fields["bin_tokens" if split.packed else "width"].max())
@@ -219,7 +250,7 @@ def _assemble(
         arrangement=arrangement,
         ranks=ranks,
         batch=local.batch,
-        table=token_table(local, spec, totals, dtype, streams),
+        table=token_table(local, spec, totals, dtype, streams, means),
         parts=parts,
         height=int(fields["bin_rows"].max()),
         width=round_up(max(width, 1), arrangement.multiple),
@@ -227,10 +258,15 @@ def _assemble(
         job={
             "rows": int(fields["rows"].sum()),
             "tokens": int(fields["tokens"].sum()),
+            "actions": int(fields["actions"].sum()),
             "excluded": int(fields["excluded"].sum()),
             "empty_ranks": int((fields["rows"] == 0).sum()),
             # After refining, a rank has an empty micro-batch only for want of rows.
-            "empty_microbatches": int((count - torch.minimum(fields["rows"], torch.tensor(count))).sum()),
+            "empty_microbatches": int((number - torch.minimum(fields["rows"], torch.tensor(number))).sum()),
         },
         serial=next(_SERIAL),
+        version=version,
+        constants={f"is_mean/{i}/{name}": mean for name, found in means.items() for i, mean in found.items()},
+        local=local,
+        recorder=Recorder(local.batch) if spec is not None and spec.old == "record" else None,
     )

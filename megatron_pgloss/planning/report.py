@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_pgloss.planning.sets import reasons
+from megatron_pgloss.spec import Component, acts_on
 
 if TYPE_CHECKING:
     from megatron_pgloss.planning.plan import Plan
@@ -32,6 +33,8 @@ def report(plan: Plan) -> str:
     if plan.spec is None:
         return "\n".join(lines)
     lines.append(f"  old log-probs: {_OLD[plan.spec.old]}")
+    if plan.needs_statistics:
+        lines.append("  a statistics pass is to come: what it decides is not counted yet")
     for part in plan.spec.components:
         counts = plan.counts[part.name]
         lines.append(f"{part.name}: coefficient {plan.coef[part.name]:g}, {part.normalizer}")
@@ -42,6 +45,7 @@ def report(plan: Plan) -> str:
         for reason in dict.fromkeys(reasons(plan.spec)):
             if counts[reason]:
                 lines.append(f"  {counts[reason]} tokens out: {reason}")
+        lines += _corrected(plan, part)
         if not counts["members"]:
             lines.append("  nothing left: this component contributes exactly 0")
     if not plan.has_signal:
@@ -49,8 +53,32 @@ def report(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _corrected(plan: Plan, part: Component) -> list[str]:
+    """What corrections and gates do to the component."""
+    assert plan.spec is not None
+    lines = []
+    for i, rule in enumerate(plan.spec.corrections):
+        if acts_on(rule, part):
+            mean = plan.constants.get(f"is_mean/{i}/{part.name}")
+            lines.append(
+                f"  {'in the loss' if plan.spec.is_late(rule) else 'corrected'}: {rule.formula}"
+                + ("" if mean is None else f" (mean {mean:.6g})")
+            )
+    for i, gate in enumerate(plan.spec.gates):
+        if part.name in gate.on:
+            place = f"gate/{i}/{part.name}/"
+            found = [f"{key[len(place) :]} {x:.6g}" for key, x in plan.constants.items() if key.startswith(place)]
+            lines.append(f"  in the loss: gate {gate.reason}" + (f" ({', '.join(found)})" if found else ""))
+    if lines:
+        stays = "stays in" if part.rejected == "original" else "leaves"
+        lines.append(f"  what is rejected {stays} its denominators")
+    return lines
+
+
 _OLD = {
     "given": "given with the batch",
     "policy": "the policy itself, ratio exactly 1, one update per batch",
+    "record": "the policy itself in a row's first update, and what it had then afterwards",
     "rollout": "the sampler's (two policies)",
+    "interpolate": "between the sampler's and the policy's, by version",
 }

@@ -1,19 +1,33 @@
 """Which tokens each component trains on, which it counts, and with what constant factor. `T` tokens, `S` rows.
 
-Rules act in one order: authorship, infrastructure fault, then the spec's masks; corrections multiply. Masks shrink
-the count set too, unless the component counts a set of its own.
+Rules act in one order: authorship, infrastructure fault, the spec's masks, its plan-time corrections. Masks shrink the
+count set too, unless the component counts a set of its own; rejections do where it says ``rejected="kept"``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError
+from megatron_pgloss.planning import frozen
+from megatron_pgloss.planning.frozen import Verdict
 from megatron_pgloss.rollouts import Termination, TokenBatch
-from megatron_pgloss.spec import Component, DropTruncated, DropZeroAdvantage, LossSpec, PolicyGradient, UserMask
+from megatron_pgloss.spec import (
+    Component,
+    DropTruncated,
+    DropZeroAdvantage,
+    KeepPositiveAdvantage,
+    LossSpec,
+    Mask,
+    TruncatedIS,
+    acts_on,
+    moved_by_advantage,
+)
+from megatron_pgloss.terms.corrections import LEVELS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,21 +37,44 @@ class ComponentSet:
     component: Component
     base_T: Tensor
     """bool [T]: by authorship alone, before rules."""
+    before_T: Tensor
+    """bool [T]: after the masks, before any rejection."""
     member_T: Tensor
     """bool [T]: what is trained."""
     count_T: Tensor
-    """bool [T]: what the normaliser counts; holds ``member_T``."""
+    """bool [T]: what the normaliser counts; holds ``member_T``, but for what a statistics pass rejected under
+    ``rejected="kept"``, whose factor is 0."""
     factor_T: Tensor
-    """float64 [T]: user weight times correction; 1 where neither applies."""
+    """float64 [T]: user weight times corrections before they are normalised; 1 where neither applies."""
     user_T: Tensor
     """float64 [T]: user weight alone."""
+    is_weight_T: Tensor
+    """float64 [T]: the corrections' weights alone."""
+    clipped_T: Tensor
+    """bool [T]: where one of them was clipped."""
+    means: tuple[tuple[float, int], ...]
+    """Of each of `normalized`: the sum of the weights that its mean is over, and their number."""
     dropped: tuple[int, ...]
     """Tokens taken out by each of `reasons`, in order; a token counts for the first rule that takes it."""
 
 
 def reasons(spec: LossSpec) -> tuple[str, ...]:
-    """Names of the rules that can take tokens out, in the order they act."""
-    return ("fault", *(mask.reason for mask in spec.masks))
+    """Names of the plan-time rules that can take tokens out, in the order they act."""
+    rejecting = [rule for rule in spec.corrections if rule.rejects and not spec.is_late(rule)]
+    return ("fault", *(mask.reason for mask in spec.masks), *(rule.reason for rule in rejecting))
+
+
+def normalized(spec: LossSpec) -> tuple[int, ...]:
+    """Indices of the plan-time corrections whose weights are divided by their mean over the batch."""
+    return tuple(
+        i for i, rule in enumerate(spec.corrections)
+        if isinstance(rule, TruncatedIS) and rule.normalize and not spec.is_late(rule)
+    )  # fmt: skip
+
+
+def weighed(spec: LossSpec, component: Component) -> bool:
+    """Whether a plan-time correction weighs the component's tokens."""
+    return any(rule.weighs for rule in spec.corrections_on(component, late=False))
 
 
 def base(batch: TokenBatch, component: Component) -> Tensor:
@@ -55,27 +92,69 @@ def _tokens_ended(batch: TokenBatch, state: Termination) -> Tensor:
     return torch.repeat_interleave(ended(batch, state), batch.lengths_S)
 
 
-def component_set(batch: TokenBatch, component: Component, spec: LossSpec) -> ComponentSet:
+def component_set(
+    batch: TokenBatch,
+    component: Component,
+    spec: LossSpec,
+    verdicts: Sequence[Verdict | None] | None = None,
+    rejected_T: Tensor | None = None,
+) -> ComponentSet:
     """Members, count set and factors of ``component``.
+
+    Args:
+        verdicts: what the plan-time corrections say (`frozen.verdicts`); None: asked here.
+        rejected_T: bool [T]: what a statistics pass found rejected by gates and by corrections inside the loss; matters
+            where the component says ``rejected="kept"``.
 
     Raises:
         DataError: a member lies outside the set the component counts.
     """
+    verdicts = frozen.verdicts(batch, spec, None) if verdicts is None else verdicts
     base_T = base(batch, component)
     fault_T = _tokens_ended(batch, Termination.FAULT)
     kept_T = base_T & ~fault_T
     dropped = [int(base_T.sum() - kept_T.sum())]
     for mask in spec.masks:
         before = int(kept_T.sum())
-        if component.name in mask.on if mask.on is not None else _by_default(mask, component):
+        if acts_on(mask, component):
             kept_T = kept_T & ~_taken(batch, mask)
         dropped.append(before - int(kept_T.sum()))
-    count_T = kept_T
-    if component.count == "observations":
-        count_T = batch.observation_T & ~fault_T
-    elif component.count != "members":
-        over_T = batch.action_T if component.over == "action" else batch.observation_T
-        count_T = batch.masks[component.count] & over_T & ~fault_T
+    before_T, count_T = kept_T, _counted(batch, component, kept_T, fault_T)
+    weight_T, clipped_T = torch.ones_like(before_T, dtype=torch.float64), torch.zeros_like(before_T)
+    for rule, verdict in zip(spec.corrections, verdicts, strict=True):
+        if verdict is None:
+            continue
+        before, acting = int(kept_T.sum()), acts_on(rule, component)
+        if verdict.kept_T is not None:
+            kept_T = kept_T & verdict.kept_T if acting else kept_T
+            dropped.append(before - int(kept_T.sum()))
+        if acting and verdict.weight_T is not None:
+            weight_T = weight_T * verdict.weight_T
+        if acting and verdict.clipped_T is not None:
+            clipped_T = clipped_T | verdict.clipped_T
+    user_T = batch.weights.get(component.name, torch.ones_like(base_T, dtype=torch.float64)).to(torch.float64)
+    user_T = torch.where(count_T, user_T, 0)
+    factor_T = torch.where(kept_T, user_T, 0) * torch.where(kept_T, weight_T, 1)
+    if component.rejected == "kept":
+        count_T = count_T & ~(before_T & ~kept_T)
+        if rejected_T is not None:
+            count_T = count_T & ~rejected_T
+            factor_T = torch.where(rejected_T, 0, factor_T)
+        user_T = torch.where(count_T, user_T, 0)
+    return ComponentSet(
+        component=component, base_T=base_T, before_T=before_T, member_T=kept_T, count_T=count_T, factor_T=factor_T,
+        user_T=user_T, is_weight_T=weight_T, clipped_T=clipped_T & before_T,
+        means=tuple(_mean(batch, component, spec, verdicts, i, kept_T) for i in normalized(spec)),
+        dropped=tuple(dropped),
+    )  # fmt: skip
+
+
+def _counted(batch: TokenBatch, component: Component, kept_T: Tensor, fault_T: Tensor) -> Tensor:
+    """bool [T]: the count set before rejection."""
+    if component.count == "members":
+        return kept_T
+    named_T = batch.observation_T if component.count == "observations" else batch.masks[component.count]
+    count_T = named_T & ~fault_T
     outside_T = kept_T & ~count_T
     if bool(outside_T.any()):
         position = int(outside_T.to(torch.int8).argmax())
@@ -86,19 +165,31 @@ def component_set(batch: TokenBatch, component: Component, spec: LossSpec) -> Co
             where=where(batch, position),
             fix=f"widen {component.count!r} or narrow the members by a UserMask",
         )
-    user_T = batch.weights.get(component.name, torch.ones_like(base_T, dtype=torch.float64)).to(torch.float64)
-    user_T = torch.where(count_T, user_T, 0)
-    factor_T = torch.where(kept_T, user_T, 0) * _correction(batch, component, spec, kept_T)
-    return ComponentSet(
-        component=component, base_T=base_T, member_T=kept_T, count_T=count_T, factor_T=factor_T,
-        user_T=user_T, dropped=tuple(dropped),
-    )  # fmt: skip
+    return count_T
+
+
+def _mean(
+    batch: TokenBatch, component: Component, spec: LossSpec, verdicts: Sequence[Verdict | None], i: int, kept_T: Tensor
+) -> tuple[float, int]:
+    """Sum and number of the weights of correction ``i`` on this rank: of trained tokens, or of units that hold one."""
+    rule, verdict = spec.corrections[i], verdicts[i]
+    assert isinstance(rule, TruncatedIS) and verdict is not None and verdict.weight_T is not None
+    if not acts_on(rule, component):
+        return 0.0, 0
+    if rule.level == "token":
+        return float(torch.where(kept_T, verdict.weight_T, 0).sum()), int(kept_T.sum())
+    unit = frozen.unit_sums(batch)[LEVELS[rule.level][0]]
+    inside_T = kept_T & (unit.unit_N >= 0)
+    weight_U = torch.zeros(unit.units, dtype=torch.float64)
+    weight_U[unit.unit_N[inside_T]] = verdict.weight_T[inside_T]  # one number per unit
+    alive_U = torch.zeros(unit.units, dtype=torch.bool).index_fill_(0, unit.unit_N[inside_T], True)
+    return float(weight_U[alive_U].sum()), int(alive_U.sum())
 
 
 def live(batch: TokenBatch, tokens: ComponentSet) -> int:
-    """Members that can move the policy: factor not 0 and, for a policy gradient, advantage not 0."""
+    """Members that can move the policy: factor not 0 and, where the surrogate reads it, advantage not 0."""
     alive_T = tokens.member_T & (tokens.factor_T != 0)
-    if isinstance(tokens.component, PolicyGradient):
+    if moved_by_advantage(tokens.component):
         alive_T = alive_T & (batch.streams["advantages"] != 0)
     return int(alive_T.sum())
 
@@ -110,26 +201,11 @@ def where(batch: TokenBatch, position: int, stream: str | None = None) -> str:
     return f"{batch.sample_name(row)}, token {inside}" + (f", stream {stream!r}" if stream else "")
 
 
-def _by_default(mask: DropTruncated | DropZeroAdvantage | UserMask, component: Component) -> bool:
-    return not isinstance(mask, DropTruncated) or component.over == "action"
-
-
-def _taken(batch: TokenBatch, mask: DropTruncated | DropZeroAdvantage | UserMask) -> Tensor:
+def _taken(batch: TokenBatch, mask: Mask) -> Tensor:
     if isinstance(mask, DropTruncated):
         return _tokens_ended(batch, Termination.TRUNCATED)
     if isinstance(mask, DropZeroAdvantage):
         return batch.streams["advantages"] == 0
+    if isinstance(mask, KeepPositiveAdvantage):
+        return ~(batch.streams["advantages"] > 0)
     return ~batch.masks[mask.name]
-
-
-def _correction(batch: TokenBatch, component: Component, spec: LossSpec, member_T: Tensor) -> Tensor:
-    weight_T = torch.ones(member_T.shape, dtype=torch.float64)
-    for rule in spec.corrections:
-        if component.name not in rule.on:
-            continue
-        # Select before arithmetic: what lies outside may be NaN or infinite.
-        log_T = torch.where(member_T, batch.streams["old"], 0).double()
-        log_T = log_T - torch.where(member_T, batch.streams["rollout"], 0).double()
-        bounded_T = log_T.clamp(-spec.log_ratio_bound, spec.log_ratio_bound)
-        weight_T = weight_T * bounded_T.exp().clamp(max=rule.high)
-    return weight_T

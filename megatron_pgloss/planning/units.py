@@ -46,14 +46,7 @@ def find(batch: TokenBatch) -> Units:
         size[name] = len(order)
         key[name] = torch.tensor([_hash(text) for text in order], dtype=torch.int64).reshape(-1, 2)
         index[name] = of_row[name][seq_T]
-    # Turn ids of a row may be any integers: dense over (row, id), one sort each instead of a sort of pairs.
-    has_T = batch.turn_T >= 0
-    ids, id_K = torch.unique(batch.turn_T[has_T], return_inverse=True)
-    keys, inverse_K = torch.unique(seq_T[has_T] * max(ids.numel(), 1) + id_K, return_inverse=True)
-    turn_T = torch.full_like(seq_T, -1)
-    turn_T[has_T] = inverse_K
-    index["turn"], size["turn"] = turn_T, keys.numel()
-    turn_row = keys // max(ids.numel(), 1)
+    index["turn"], size["turn"], turn_row = turns_of(batch)
     parent = {("turn", "sequence"): turn_row}
     for name, rows in of_row.items():
         parent["sequence", name] = rows
@@ -63,6 +56,24 @@ def find(batch: TokenBatch) -> Units:
         first[of_row["episode"]] = of_row["prompt"]
         parent["episode", "prompt"] = first
     return Units(index=index, size=size, parent=parent, key=key)
+
+
+def turns_of(batch: TokenBatch) -> tuple[Tensor, int, Tensor]:
+    """Turns as dense indices: int64 [T] (-1 for none), how many, and int64 [turns]: the row of each."""
+    # Turn ids of a row may be any integers: dense over (row, id).
+    has_T = batch.turn_T >= 0
+    id_K, row_K = batch.turn_T[has_T], batch.seq_T[has_T]
+    width = int(id_K.max()) + 1 if id_K.numel() else 1
+    if width * len(batch) >= 2**62:
+        ids, id_K = torch.unique(id_K, return_inverse=True)
+        width = ids.numel()
+    key_K = row_K * width + id_K
+    # Ids rise along a row as a rule: then nothing need be sorted.
+    rising = bool((key_K[1:] >= key_K[:-1]).all())
+    keys, inverse_K = (torch.unique_consecutive if rising else torch.unique)(key_K, return_inverse=True)
+    turn_T = torch.full_like(batch.turn_T, -1)
+    turn_T[has_T] = inverse_K
+    return turn_T, keys.numel(), keys // width
 
 
 def _key(batch: TokenBatch, row: int, unit: str) -> str:

@@ -19,18 +19,22 @@ from megatron_pgloss.rollouts.states import Termination
 Id = int | str
 _STREAM_DICTS = ("streams", "weights", "masks", "labels")
 _ROW_TUPLES = ("prompt_ids", "episode_ids", "sample_ids", "terminations")
-STREAMS = ("advantages", "old", "rollout", "ref")
-"""Optional float streams; ``temperature`` is the fifth, kept beside them because it shapes the log-probs."""
+STREAMS = ("advantages", "old", "rollout", "ref", "values", "returns")
+"""Optional float streams; ``temperature`` is kept beside them because it shapes the log-probs."""
 
 
 class UpdateRecord:
     """Whether a row has been updated on: shared by every batch that holds the row, so that a second on-policy
     update is seen whichever view it comes through."""
 
-    __slots__ = ("plan",)
+    __slots__ = ("logp", "pending", "plan")
 
     def __init__(self) -> None:
         self.plan: int | None = None
+        self.logp: Tensor | None = None
+        """Log-probs of the row's targets at its first update, with ``old="record"``."""
+        self.pending: Any = None
+        """Where they are still kept micro-batch by micro-batch, until the next plan reads them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,11 +59,13 @@ class TokenBatch:
     turn_T: Tensor
     """int64 [T]: turn of the target, -1 before the first policy turn."""
     streams: dict[str, Tensor] = field(default_factory=dict)
-    """float [T] each, names of `STREAMS` and ``temperature``; constants."""
+    """float [T] each, names of `STREAMS`, ``temperature``, and the user's own; constants."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """float [T] per component name: the user's weights."""
     masks: dict[str, Tensor] = field(default_factory=dict)
     """bool [T] per name: the user's masks."""
+    versions_T: Tensor | None = None
+    """int64 [T]: version of the weights that sampled the target; read only at actions."""
     labels: dict[str, Tensor] = field(default_factory=dict)
     """int16 [T]: ``role`` and ``author`` of each target as indices into ``words``, for people to read."""
     words: tuple[str, ...] = ()
@@ -113,7 +119,7 @@ class TokenBatch:
         for item in fields(self):
             value = getattr(self, item.name)
             if item.name.endswith("_T"):
-                changes[item.name] = value[index_T]
+                changes[item.name] = None if value is None else value[index_T]
             elif item.name in _STREAM_DICTS:
                 changes[item.name] = {name: stream[index_T] for name, stream in value.items()}
             elif item.name in ("offset_S", "first_action_S"):
@@ -128,7 +134,7 @@ class TokenBatch:
         Args:
             stream_T: float32 or float64 [T], position t about ``targets_T[t]``.
         """
-        if name not in STREAMS:
+        if name not in STREAMS and name not in self.streams:
             raise DataError(f"no stream {name!r}", expected=", ".join(STREAMS))
         if stream_T.dtype not in (torch.float32, torch.float64):
             raise DataError(f"stream {name!r} has the wrong dtype", expected="float32 or float64", got=stream_T.dtype)
@@ -192,7 +198,10 @@ def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch | None:
             values = [_reworded(batch, words) for batch in batches]
         if item.name in changes:
             continue
-        if item.name.endswith("_T") or item.name in ("offset_S", "first_action_S"):
+        if item.name == "versions_T":
+            _all_or_none("versions", [value is not None for value in values])
+            changes[item.name] = None if values[0] is None else torch.cat(values)
+        elif item.name.endswith("_T") or item.name in ("offset_S", "first_action_S"):
             changes[item.name] = torch.cat(values)
         elif item.name in _STREAM_DICTS:
             names = sorted({name for value in values for name in value})

@@ -20,8 +20,12 @@ _FLOATS = {
     "old_logprobs": "old",
     "rollout_logprobs": "rollout",
     "ref_logprobs": "ref",
+    "values": "values",
+    "returns": "returns",
     "temperature": "temperature",
 }
+_TAKEN = ("tokens", "targets", "turn", "action", "recorded", "interpolation", *_FLOATS.values(), "advantage")
+"""Names that a stream of the user's own cannot have."""
 
 
 def from_padded(
@@ -43,9 +47,12 @@ def from_padded(
         old_logprobs, rollout_logprobs, ref_logprobs: float32/64 [B, L]; anything outside what the loss reads.
         observation_mask: bool [B, L]: answers of the environment, targets of cross entropy.
         turn_ids: int64 [B, L], -1 for none; default: derived from ``action_mask``.
+        values, returns: float32/64 [B, L]: the value head's old output and its target, for `Value`.
+        streams: name to float32/64 [B, L]: constants of the user's own, read as ``x.stream(name)`` and as bounds.
         weights: component name to float [B, L].
         masks: name to bool [B, L].
         temperature: float, [B] or [B, L], the sampler's; > 0 where the policy sampled.
+        versions: int64 [B] or [B, L]: version of the weights that sampled each token.
         prompt_ids, episode_ids, sample_ids: [B], int64 or str, or None.
         terminations: [B] of `Termination` or its values.
         allow_low_precision: names of log-prob or advantage arguments that may be bf16 or fp16.
@@ -173,8 +180,15 @@ def _assemble(
         flat_T = take(argument, value, per_row=argument in ("advantages", "temperature"))
         # Temperature at a row's end scores nothing; 1 keeps the logits as they are.
         streams[name] = shift(checks.floating(argument, flat_T, low), 1.0 if name == "temperature" else 0.0)
+    own = _named(take, more.pop("streams", None), "streams", checks.floating)
+    for name, stream_T in own.items():
+        if name in _TAKEN or not name.isidentifier():
+            raise DataError(f"streams: {name!r} is no name for a stream of your own", expected="another identifier")
+        streams[name] = shift(stream_T, 0.0)
     weights = _named(take, more.pop("weights", None), "weights", checks.floating)
     masks = _named(take, more.pop("masks", None), "masks", checks.boolean)
+    versions = more.pop("versions", None)
+    versions_T = None if versions is None else checks.whole("versions", take("versions", versions, per_row=True))
     labels, words = more.pop("labels", {}), more.pop("words", ())
     observation_T = more.pop("observation_set", None)
     if more:
@@ -195,6 +209,7 @@ def _assemble(
         streams=streams,
         weights={name: shift(stream_T, 0.0) for name, stream_T in weights.items()},
         masks={name: shift(stream_T, False) for name, stream_T in masks.items()},
+        versions_T=None if versions_T is None else shift(versions_T, 0),
         labels={name: shift(codes_T, 0) for name, codes_T in labels.items()},
         words=words,
         terminations=terminations,

@@ -26,10 +26,14 @@ _ARGUMENTS = (
     "sample_ids",
     "turn_ids",
     "observation_mask",
+    "values",
+    "returns",
+    "streams",
     "weights",
     "masks",
     "temperature",
     "terminations",
+    "versions",
     "allow_low_precision",
 )
 

@@ -28,6 +28,8 @@ class Span:
     tokens: Sequence[int]
     logprobs: Sequence[float] | None = None
     """For policy spans: the sampler's own log-prob of every token."""
+    version: int | Sequence[int] | None = None
+    """For policy spans: version of the weights that sampled it, or of each token where they changed on the way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,8 @@ class Trace:
     """One row the model reads: a rollout, or a part of one."""
 
     spans: Sequence[Span]
-    advantage: float
+    advantage: float | None = None
+    """Of every token of the row; None where `megatron_pgloss.advantages` makes it from rewards afterwards."""
     prompt_id: Id | None = None
     episode_id: Id | None = None
     sample_id: Id | None = None
@@ -88,8 +91,9 @@ def _build(traces: list[Trace], roles: RoleTable) -> TokenBatch:
     named = [roles.ce is None or span.role in roles.ce for span in spans]
     rows = len(traces)
     more = {
-        "advantages": torch.tensor([float(trace.advantage) for trace in traces]),
+        "advantages": _advantages(traces),
         "rollout_logprobs": _logprobs(traces, spans),
+        "versions": _versions(spans),
         "observation_mask": observation_T & spread(named).bool(),
         "observation_set": observation_T,
         "weights": None if roles.ce is None else {"ce": spread(weight).float()},
@@ -107,6 +111,11 @@ def _build(traces: list[Trace], roles: RoleTable) -> TokenBatch:
     width = int(lengths_S.max()) if rows else 0
     take = _Take(torch.arange(tokens_T.numel()), (tokens_T.numel(),), lengths_S)
     return _assemble(take, tokens_T, action_T, torch.zeros_like(lengths_S), width, more)
+
+
+def _advantages(traces: list[Trace]) -> Tensor | None:
+    given = _all_or_none([trace.advantage for trace in traces], "advantage")
+    return None if given is None and traces else torch.tensor([float(value) for value in given or []])
 
 
 def _author(span: Span) -> Author:
@@ -154,3 +163,22 @@ def _logprobs(traces: list[Trace], spans: list[Span]) -> Tensor | None:
         # Nobody sampled the other authors' tokens; NaN makes a wrong reader visible.
         values.extend(span.logprobs if span.logprobs is not None else [float("nan")] * len(span.tokens))
     return torch.tensor(values, dtype=torch.float32)
+
+
+def _versions(spans: list[Span]) -> Tensor | None:
+    policy = [span for span in spans if _author(span) is Author.POLICY and len(span.tokens)]
+    if _all_or_none([span.version for span in policy], "version of policy spans") is None:
+        return None
+    values: list[int] = []
+    for span in spans:
+        given = span.version if span.version is not None else 0  # read at actions alone
+        each = [given] * len(span.tokens) if isinstance(given, int) else list(given)
+        if len(each) != len(span.tokens):
+            raise DataError(
+                "a span has another number of versions than tokens",
+                expected=len(span.tokens),
+                got=len(each),
+                where=f"span of role {span.role!r}",
+            )
+        values.extend(each)
+    return torch.tensor(values, dtype=torch.int64)

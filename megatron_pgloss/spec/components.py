@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_serializer, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec.base import Part
+from megatron_pgloss.spec.functions import Function
 from megatron_pgloss.spec.normalizer import Path, parse
+from megatron_pgloss.spec.ratios import SHORT, CustomRatio, Ratio, canonical
+from megatron_pgloss.spec.surrogates import TOKEN_RATIO_ONLY, AnySurrogate, Clip
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$", max_length=32)]
-
-
-class Reinforce(Part):
-    """Plain policy gradient: ``l = -A log pi`` (Williams 1992, eq. 4)."""
-
-    kind: Literal["reinforce"] = "reinforce"
-
-
-class Clip(Part):
-    """Clipped surrogate ``l = -min(r A, clip(r, 1-low, 1+high) A)`` (PPO 1707.06347 eq. 7; two bounds: DAPO 2503.14476
-    eq. 10).
-
-    With ``dual=c`` and A < 0 the term is ``-max(min(...), c A)`` (1912.09729 eq. 5).
-    """
-
-    kind: Literal["clip"] = "clip"
-    low: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """Distance of the lower ratio bound from 1."""
-    high: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.2
-    """Distance of the upper ratio bound from 1."""
-    dual: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
-    """Upper ratio bound for A < 0; off unless asked for."""
 
 
 class Component(Part):
@@ -53,6 +32,8 @@ class Component(Part):
     """Whether a unit without a counted token counts at its level."""
     divide_by: Literal["tokens", "weights"] = "tokens"
     """Token counts, or the sum of the component's user weights over the counted tokens."""
+    rejected: Literal["original", "kept"] = "original"
+    """Whether what a correction or gate rejected stays in the denominators; what a mask took never does."""
 
     @field_validator("normalizer")
     @classmethod
@@ -69,28 +50,90 @@ class Component(Part):
         """The tokens it is defined on, before rules."""
         return "action"
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Optional inputs: ``old`` (the base of the ratio), ``rollout``, ``ref``, ``advantages``, ``entropy``,
+        ``values``, ``returns``, or a stream of the user's own.
+        """
+        return ()
+
 
 class PolicyGradient(Component):
-    """The policy-gradient term over the policy's own tokens."""
+    """The policy-gradient term over the policy's own tokens: a surrogate of a ratio and an advantage."""
 
     kind: Literal["policy_gradient"] = "policy_gradient"
     name: Name = "rl"
-    surrogate: Annotated[Reinforce | Clip, Field(discriminator="kind")] = Clip()
-    ratio: Literal["token", "none"] = "token"
-    """``token``: pi/old per token. ``none``: exactly 1 with the gradient of log pi (on-policy)."""
+    surrogate: AnySurrogate = Clip()
+    ratio: str | Annotated[Ratio | CustomRatio, Field(discriminator="kind")] = "token"
+    """A short name of `megatron_pgloss.spec.ratios`, a `Ratio`, or a `CustomRatio`. ``token``: pi/old per token.
+    ``none``: exactly 1 with the gradient of log pi (on-policy)."""
+
+    @field_validator("ratio", mode="before")
+    @classmethod
+    def _short_name(cls, given: Any) -> Any:
+        return canonical(given)
+
+    @model_validator(mode="after")
+    def _one_statistic(self) -> PolicyGradient:
+        if isinstance(self.surrogate, TOKEN_RATIO_ONLY) and self.ratio != "token":
+            name = type(self.surrogate).__name__
+            raise SpecError(f"{name} forms its own statistic of token ratios", got=f"ratio={self.ratio!r}",
+                            fix="ratio='token'")  # fmt: skip
+        return self
+
+    @property
+    def axis(self) -> Ratio | CustomRatio | None:
+        """The ratio spelled out; None for ``none``."""
+        return SHORT[self.ratio] if isinstance(self.ratio, str) else self.ratio
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What surrogate and ratio read."""
+        found = [name for name in self.surrogate.reads if name != "ratio"]
+        if "ratio" in self.surrogate.reads and self.ratio != "none":
+            found.insert(0, "old")
+        for part in (self.surrogate, self.ratio):
+            if isinstance(part, Function):
+                found += [{"advantage": "advantages"}.get(name, name) for name in part.needs]
+        return tuple(dict.fromkeys(found))
 
 
 class KL(Component):
-    """Per-token KL estimate from the sampled token (Schulman, "Approximating KL divergence", 2020).
+    """Per-token KL(pi || base) from the sampled token (Schulman, "Approximating KL divergence", 2020).
 
-    With d = log pi - log base: k1 = d, k2 = d^2/2, k3 = exp(-d) + d - 1; ``plain`` differentiates the value.
+    With d = log pi - log base: k1 = d, k2 = d^2/2, k3 = exp(-d) + d - 1, abs = |d|; ``exact`` is the sum over the
+    vocabulary, ``sum_v pi_v (log pi_v - log ref_v)``, where the log-prob pass was given ``ref_logits``.
+
+    ``gradient``: ``plain`` differentiates the value. ``k2``: the value as it is, the gradient of k2 (straight-through).
+    ``weighted``: value ``r k`` with ``r = pi/sg(base of the weight)`` differentiable. At a given prefix, weighted k1
+    and k3 have the gradient of the KL; plain k2 has it on-policy alone; plain k1 and k3 never.
     """
 
     kind: Literal["kl"] = "kl"
     name: Name = "kl"
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    gradient: Literal["plain"] = "plain"
+    estimator: Literal["k1", "k2", "k3", "abs", "exact"] = "k3"
+    gradient: Literal["plain", "k2", "weighted"] = "plain"
     to: Literal["ref", "old", "rollout"] = "ref"
+    """What pi is compared with."""
+    base: Literal["old", "rollout"] = "old"
+    """Which policy the tokens were sampled from, for the weight of ``weighted``."""
+
+    @model_validator(mode="after")
+    def _exact_alone(self) -> KL:
+        if self.estimator == "exact" and (self.gradient, self.to) != ("plain", "ref"):
+            raise SpecError(
+                "KL(estimator='exact') is the KL to the reference, and its gradient is its own",
+                expected="gradient='plain', to='ref'",
+                got=f"{self.gradient!r}, {self.to!r}",
+            )
+        return self
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The base of the KL, and that of its weight."""
+        if self.estimator == "exact":
+            return ("kl",)
+        return tuple(dict.fromkeys((self.to, *((self.base,) if self.gradient == "weighted" else ()))))
 
 
 class Entropy(Component):
@@ -98,6 +141,11 @@ class Entropy(Component):
 
     kind: Literal["entropy"] = "entropy"
     name: Name = "entropy"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The entropy."""
+        return ("entropy",)
 
 
 class CrossEntropy(Component):
@@ -112,7 +160,25 @@ class CrossEntropy(Component):
         return "observation"
 
 
-class Term(Component):
+class Value(Component):
+    """Clipped value loss ``l = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2`` (PPO 1707.06347 eq. 9;
+    the clip as in OpenAI baselines' PPO2); without ``clip``: ``(V - R)^2 / 2``.
+
+    V is given to `policy_loss` as ``value=``; R and V_old are the batch's streams ``returns`` and ``values``.
+    """
+
+    kind: Literal["value"] = "value"
+    name: Name = "value"
+    clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Largest step of the value that is rewarded, in its own units; None: no clip."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Returns, and old values where clipped."""
+        return ("returns",) if self.clip is None else ("returns", "values")
+
+
+class Term(Component, Function):
     """A user's own term: ``fn(x) -> [T]`` of the streams of one micro-batch.
 
     Args (positional allowed):
@@ -120,36 +186,16 @@ class Term(Component):
         fn: the function, or ``"pkg.mod:name"`` (the form that TOML can hold).
 
     ``needs`` names the optional streams that ``fn`` reads (``old``, ``rollout``, ``ref``, ``advantage``,
-    ``entropy``): absent ones are then reported when the step is planned, and entropy is computed.
+    ``entropy``, or one of the user's own): absent ones are then reported when the step is planned, and entropy is
+    computed.
     """
 
     kind: Literal["term"] = "term"
-    fn: Callable[[Any], Any] | str
     on: Literal["action", "observation"] = "action"
-    needs: tuple[Literal["old", "rollout", "ref", "advantage", "entropy"], ...] = ()
 
     def __init__(self, name: str | None = None, fn: Any = None, /, **data: Any) -> None:
         given = {key: value for key, value in (("name", name), ("fn", fn)) if value is not None}
         super().__init__(**given, **data)
-
-    @field_validator("fn")
-    @classmethod
-    def _resolvable(cls, fn: Any) -> Any:
-        if isinstance(fn, str):
-            resolve(fn)
-        return fn
-
-    @field_serializer("fn")
-    def _dump_fn(self, fn: Any) -> str:
-        return self.to_import_path()
-
-    def to_import_path(self) -> str:
-        """``"pkg.mod:name"`` of the function."""
-        if isinstance(self.fn, str):
-            return self.fn
-        # An object that is called (a partial, a module) has no name of its own.
-        name = getattr(self.fn, "__qualname__", f"<{type(self.fn).__qualname__}>")
-        return f"{getattr(self.fn, '__module__', type(self.fn).__module__)}:{name}"
 
     @property
     def over(self) -> Literal["action", "observation"]:
@@ -157,28 +203,10 @@ class Term(Component):
         return self.on
 
     @property
-    def function(self) -> Callable[[Any], Any]:
-        """The callable itself."""
-        return resolve(self.fn) if isinstance(self.fn, str) else self.fn
+    def reads(self) -> tuple[str, ...]:
+        """What it says that it needs."""
+        return tuple("advantages" if name == "advantage" else name for name in self.needs)
 
 
-def resolve(path: str) -> Callable[[Any], Any]:
-    """Import ``"pkg.mod:name"``.
-
-    Raises:
-        SpecError: the form is wrong, the module or the name does not exist, or it is not callable.
-    """
-    module, _, name = path.partition(":")
-    if not (module and name):
-        raise SpecError("a term's function must be written 'pkg.mod:name'", got=path)
-    try:
-        target: Any = importlib.import_module(module)
-        for step in name.split("."):
-            target = getattr(target, step)
-    except (ImportError, AttributeError) as error:
-        raise SpecError(
-            f"cannot import the term's function {path!r}: {error}", fix="name a module-level function"
-        ) from error
-    if not callable(target):
-        raise SpecError(f"{path!r} is not callable", got=type(target).__name__)
-    return target  # type: ignore[no-any-return]
+AnyComponent = Annotated[PolicyGradient | KL | Entropy | CrossEntropy | Value | Term, Field(discriminator="kind")]
+COMPONENT_KINDS = ["policy_gradient", "kl", "entropy", "cross_entropy", "value", "term"]

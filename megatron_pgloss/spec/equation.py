@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_pgloss.spec.components import KL, Clip, Component, CrossEntropy, Entropy, PolicyGradient, Term
-from megatron_pgloss.spec.rules import DropTruncated
+from megatron_pgloss.spec import formulas
+from megatron_pgloss.spec.rules import UserMask
 
 if TYPE_CHECKING:
     from megatron_pgloss.spec.loss_spec import LossSpec
@@ -17,33 +17,26 @@ def equation(spec: LossSpec) -> str:
     for part in spec.components:
         counted = "" if part.count == "members" else f", counting {part.count}"
         every = "" if part.units == "counted" else ", all units"
-        lines.append(f"  {part.name} = [{part.normalizer}{counted}{every}] of {_term(part, spec.old)}")
+        weights = "" if part.divide_by == "tokens" else ", dividing by weights"
+        kept = "" if part.rejected == "original" else ", without rejected"
+        term = ", ".join((text := formulas.component(part, spec.old))[:1] + text[1])
+        lines.append(f"  {part.name} = [{part.normalizer}{counted}{every}{weights}{kept}] of {term}")
     for mask in spec.masks:
-        everywhere = "all over actions" if isinstance(mask, DropTruncated) else "all"
-        lines.append(f"  mask: {mask.reason} on {', '.join(mask.on) if mask.on else everywhere}")
+        lines.append(f"  mask: {mask.reason} on {_on(mask.on, everything=isinstance(mask, UserMask))}")
     for rule in spec.corrections:
-        lines.append(f"  correction: times min(old/mu, {rule.high:g}) on {', '.join(rule.on)}")
+        on = ("rl",) if rule.on is None and rule.weighs else rule.on
+        lines.append(f"  correction: {rule.formula} on {_on(on)}")
+    for gate in spec.gates:
+        lines.append(f"  gate: {formulas.gate(gate, spec.old)} on {_on(gate.on)}")
+    if spec.roles.ce is not None:
+        lines.append("  roles: ce times " + ", ".join(f"{value:g} on {role}" for role, value in spec.roles.ce.items()))
+    if spec.empty_sequences != "refuse":
+        lines.append("  sequences without a member of any component are left out")
     lines.append(f"  old = {spec.old}; log-ratios bounded to +-{spec.log_ratio_bound:g}")
     return "\n".join(lines)
 
 
-def _term(part: Component, old: str) -> str:
-    base = {"given": "old", "rollout": "mu", "policy": "sg(pi)"}[old]
-    if isinstance(part, PolicyGradient):
-        ratio = f"pi/{base}" if part.ratio == "token" else "pi/sg(pi)"
-        if not isinstance(part.surrogate, Clip):
-            return "-A log pi"
-        bounds = f"{1 - part.surrogate.low:g}, {1 + part.surrogate.high:g}"
-        inner = f"min(r A, clip(r, {bounds}) A)"
-        if part.surrogate.dual is not None:
-            inner = f"({inner}, at least {part.surrogate.dual:g} A where A < 0)"
-        return f"-{inner}, r = {ratio}"
-    if isinstance(part, KL):
-        value = {"k1": "d", "k2": "d^2/2", "k3": "exp(-d) + d - 1"}[part.estimator]
-        return f"{value}, d = log pi - log {base if part.to == 'old' else part.to}"
-    if isinstance(part, Entropy):
-        return "-H(pi)"
-    if isinstance(part, CrossEntropy):
-        return "-log pi on observations"
-    assert isinstance(part, Term)
-    return f"{part.to_import_path()} on {part.on}s"
+def _on(names: tuple[str, ...] | None, everything: bool = False) -> str:
+    if names is not None:
+        return ", ".join(names) if names else "nothing"
+    return "all" if everything else "all over actions"

@@ -13,10 +13,15 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec import toml
 from megatron_pgloss.spec.base import Part, nearest
-from megatron_pgloss.spec.components import KL, Clip, Component, CrossEntropy, Entropy, PolicyGradient, Term
-from megatron_pgloss.spec.rules import Correction, DropZeroAdvantage, Mask, RoleTable
+from megatron_pgloss.spec.components import COMPONENT_KINDS, AnyComponent, Component, PolicyGradient
+from megatron_pgloss.spec.corrections import CORRECTION_KINDS, Correction, Staleness
+from megatron_pgloss.spec.functions import Function
+from megatron_pgloss.spec.gates import GATE_KINDS, AnyGate
+from megatron_pgloss.spec.reads import BASE, by_token, readers, reads_computed, streams_of
+from megatron_pgloss.spec.rules import DropZeroAdvantage, Mask, RoleTable, acts_on
 
-AnyComponent = Annotated[PolicyGradient | KL | Entropy | CrossEntropy | Term, Field(discriminator="kind")]
+Old = Literal["given", "policy", "record", "rollout", "interpolate"]
+__all__ = ["BASE", "LossSpec", "Old"]
 
 
 class LossSpec(Part):
@@ -28,10 +33,13 @@ class LossSpec(Part):
 
     components: tuple[AnyComponent, ...]
     """At least one; names unique."""
-    old: Literal["given", "policy", "rollout"] = "given"
-    """Where the base of the ratio comes from: the batch's old stream; the policy itself (on-policy, ratio exactly
-    1, one update per batch); the sampler's stream (two policies)."""
+    old: Old = "given"
+    """Where the base of the ratio comes from: the batch's old stream (``given``); the policy itself (``policy``:
+    on-policy, ratio exactly 1, one update per batch); the same in a row's first update, and its log-probs of then
+    afterwards (``record``); the sampler's stream (``rollout``: two policies); between the sampler's and the policy's by
+    version (``interpolate``, see `megatron_pgloss.terms.interpolated`)."""
     corrections: tuple[Correction, ...] = ()
+    gates: tuple[AnyGate, ...] = ()
     masks: tuple[Mask, ...] = ()
     roles: RoleTable = RoleTable()
     empty_sequences: Literal["refuse", "exclude"] = "refuse"
@@ -50,14 +58,15 @@ class LossSpec(Part):
             raise SpecError(f"two components are named {twice[0]!r}", fix="give each its own name=")
         return components
 
-    @field_validator("components", "masks", "corrections", mode="before")
+    @field_validator("components", "masks", "corrections", "gates", mode="before")
     @classmethod
     def _known_kinds(cls, parts: Any, info: ValidationInfo) -> Any:
         # Pydantic names the tag it could not match; the nearest one is ours to say.
         known = {
-            "components": ["policy_gradient", "kl", "entropy", "cross_entropy", "term"],
-            "masks": ["drop_truncated", "drop_zero_advantage", "user_mask"],
-            "corrections": ["truncated_is"],
+            "components": COMPONENT_KINDS,
+            "masks": ["drop_truncated", "drop_zero_advantage", "keep_positive_advantage", "user_mask"],
+            "corrections": CORRECTION_KINDS,
+            "gates": GATE_KINDS,
         }[info.field_name or ""]
         for part in parts if isinstance(parts, list | tuple) else ():
             kind = part.get("kind") if isinstance(part, dict) else known[0]
@@ -73,7 +82,7 @@ class LossSpec(Part):
     def _consistent(self) -> LossSpec:
         names = self.names
         policy = any(isinstance(part, PolicyGradient) for part in self.components)
-        for rule in (*self.masks, *self.corrections):
+        for rule in (*self.masks, *self.corrections, *self.gates):
             for name in rule.on or ():
                 # A rule that names rl by default is at home in a spec without a policy gradient, and idle there.
                 idle = isinstance(rule, DropZeroAdvantage) and rule.on == ("rl",) and not policy
@@ -86,13 +95,19 @@ class LossSpec(Part):
         for component in self.components:
             if component.count == "observations" and component.over != "observation":
                 raise SpecError(f"{component.name} counts observations but runs over actions", fix='count="members"')
-        if self.corrections and self.old != "given":
-            raise SpecError(
-                f"TruncatedIS(of='old') needs an old stream, but old={self.old!r}",
-                expected="old='given'",
-                fix="with old='rollout' the weight old/mu is identically 1: leave the correction out",
-            )
+        for rule in self.corrections:
+            self._check_correction(rule)
         return self
+
+    def _check_correction(self, rule: Correction) -> None:
+        of, name = getattr(rule, "of", None), type(rule).__name__
+        if of == "old" and self.old in ("policy", "record", "rollout"):
+            one = "the weight old/mu is identically 1: leave the correction out, or say of='policy'"
+            raise SpecError(
+                f"{name}(of='old') needs an old stream, but old={self.old!r}",
+                expected="old='given' or 'interpolate'",
+                fix=f"with old='rollout' {one}" if self.old == "rollout" else "of='policy': sg(pi)/mu inside the loss",
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -101,37 +116,66 @@ class LossSpec(Part):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether any component reads the entropy of the policy."""
-        return any(
-            isinstance(part, Entropy) or (isinstance(part, Term) and "entropy" in part.needs)
-            for part in self.components
-        )
+        """Whether any component or gate reads the entropy of the policy."""
+        return reads_computed(self, "entropy")
+
+    @property
+    def needs_exact_kl(self) -> bool:
+        """Whether any component reads the exact KL: ``token_logprobs(..., ref_logits=...)``."""
+        return reads_computed(self, "kl")
+
+    @property
+    def by_token(self) -> bool:
+        """Whether the loss at a token depends on the model through that token's own log-prob and entropy alone."""
+        return by_token(self)
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether something is decided over the whole step, by a statistics pass: a gate that says so, the mean of the
+        policy's own weights, or what gates and late corrections leave in denominators (``rejected="kept"``).
+        """
+        late = [rule for rule in self.corrections if self.is_late(rule)]
+        if any(gate.needs_statistics for gate in self.gates) or any(getattr(rule, "normalize", False) for rule in late):
+            return True
+        rejecting = [*self.gates, *(rule for rule in late if rule.rejects)]
+        kept = [part for part in self.components if part.rejected == "kept"]
+        return any(acts_on(rule, part) for rule in rejecting for part in kept)
 
     @property
     def readers(self) -> dict[str, tuple[str, ...]]:
-        """Optional stream (``old``, ``rollout``, ``ref``, ``advantages``) to the components and rules that read it."""
-        found: dict[str, list[str]] = {"old": [], "rollout": [], "ref": [], "advantages": []}
-        base = {"given": "old", "rollout": "rollout", "policy": None}[self.old]
+        """Optional stream of the batch to the components and rules that read it."""
+        return readers(self)
+
+    def streams_of(self, component: Component) -> tuple[str, ...]:
+        """The batch's streams that ``component`` and the gates on it read at its members."""
+        return streams_of(self, component)
+
+    @property
+    def functions(self) -> tuple[tuple[str, Function], ...]:
+        """The user's own functions, with what they belong to."""
+        found: list[tuple[str, Function]] = []
         for part in self.components:
-            if isinstance(part, PolicyGradient):
-                found["advantages"].append(part.name)
-                if isinstance(part.surrogate, Clip) and part.ratio == "token" and base:
-                    found[base].append(part.name)
-            elif isinstance(part, KL):
-                stream = base if part.to == "old" else part.to
-                if stream:
-                    found[stream].append(part.name)
-            elif isinstance(part, Term):
-                for stream in part.needs:
-                    key = {"advantage": "advantages", "old": base}.get(stream, stream)
-                    if key in found:
-                        found[str(key)].append(part.name)
-        for _ in self.corrections:
-            found["old"].append("TruncatedIS")
-            found["rollout"].append("TruncatedIS")
-        if any(isinstance(mask, DropZeroAdvantage) for mask in self.masks):
-            found["advantages"].append("DropZeroAdvantage")
-        return {stream: tuple(names) for stream, names in found.items() if names}
+            parts = (part, getattr(part, "surrogate", None), getattr(part, "ratio", None))
+            found += [(f"{part.kind} {part.name!r}", item) for item in parts if isinstance(item, Function)]
+        found += [("gate", gate) for gate in self.gates if isinstance(gate, Function)]
+        return tuple(found)
+
+    @property
+    def version_readers(self) -> tuple[str, ...]:
+        """Who reads the versions of the tokens."""
+        rules = tuple("Staleness" for rule in self.corrections if isinstance(rule, Staleness))
+        return rules + (("old='interpolate'",) if self.old == "interpolate" else ())
+
+    def corrections_on(self, component: Component, *, late: bool) -> tuple[Correction, ...]:
+        """The corrections that act on ``component``: at plan time, or (``late``) inside the loss.
+
+        Late are those of the policy's own log-probs, and those of an ``old`` that is made from them.
+        """
+        return tuple(rule for rule in self.corrections if acts_on(rule, component) and self.is_late(rule) == late)
+
+    def is_late(self, rule: Correction) -> bool:
+        """Whether ``rule`` reads the current policy and so acts inside the loss."""
+        return not isinstance(rule, Staleness) and (rule.of == "policy" or self.old == "interpolate")
 
     def add(self, component: Component) -> LossSpec:
         """A new spec with one more component."""
@@ -163,10 +207,10 @@ class LossSpec(Part):
         Raises:
             SpecError: a term's function has no importable name (a lambda, a local function).
         """
-        for part in self.components:
-            if isinstance(part, Term) and "<" in part.to_import_path():
+        for owner, part in self.functions:
+            if "<" in part.to_import_path():
                 raise SpecError(
-                    f"term {part.name!r} has a function without an importable name",
+                    f"{owner} has a function without an importable name",
                     got=part.to_import_path(),
                     fix="define it at module level and pass it, or 'pkg.mod:name'",
                 )

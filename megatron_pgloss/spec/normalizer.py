@@ -27,11 +27,19 @@ ALIASES = {
     "seq-mean-token-mean": "mean(sequence) > mean(token)",
     "seq-mean-token-sum": "mean(sequence) > sum(token)",
     "token-sum": "sum(token)",
+    "sequence-mean": "mean(sequence) > mean(token)",
+    "turn-mean": "mean(turn) > mean(token)",
+    "episode-mean": "mean(episode) > mean(token)",
+    "prompt-mean": "mean(prompt) > mean(token)",
 }
+"""verl's mode names, the same in all its versions, and short names; underscores do as well."""
+_NORM = "seq-mean-token-sum-norm"
 _REFUSED = {
-    "seq-mean-token-sum-norm": "its default divisor is the padded width, which changes with padding; write "
-    "'mean(sequence) > sum(token)/BUDGET' (verl from 0.7.1) or 'sum(sequence) > sum(token)/BUDGET' (up to 0.7.0)",
+    _NORM: "its default divisor is the padded width, which changes with padding; write "
+    "'mean(sequence) > sum(token)/BUDGET' (verl from 0.7.1) or 'sum(sequence) > sum(token)/BUDGET' (up to 0.7.0), or "
+    f"'{_NORM}/BUDGET' with BUDGET verl's loss_scale_factor (up to 0.7.0: 'verl<=0.7.0:{_NORM}/BUDGET')",
 }
+_VERL = re.compile(r"(?:verl(?:(<=|>=|==)\s*([\d.]+))?:)?\s*([\w-]+)(?:\s*/\s*([^>]+))?")
 _LEVEL = re.compile(r"(mean|sum)\((\w+)\)(?:/(.+))?")
 _POW = re.compile(r"pow\(([^)]+)\)")
 
@@ -84,15 +92,13 @@ def parse(text: str) -> Path:
     """Parse a normaliser path or one of its aliases.
 
     Args:
-        text: a path as in the grammar above, or a name of `ALIASES`.
+        text: a path as in the grammar above, a name of `ALIASES`, or verl's name with its version and factor
+            (``verl<=0.7.0:seq-mean-token-sum-norm/4096``).
 
     Raises:
         SpecError: unknown word, levels not strictly descending, last level not token, divisor not positive.
     """
-    name = text.strip()
-    if name in _REFUSED:
-        raise SpecError(f"normalizer {name!r} is refused", fix=_REFUSED[name])
-    levels = tuple(_level(part.strip(), text) for part in ALIASES.get(name, name).split(">"))
+    levels = tuple(_level(part.strip(), text) for part in _spelled_out(text.strip()).split(">"))
     order = [UNITS.index(level.unit) for level in levels]
     if order != sorted(set(order)):
         raise SpecError(
@@ -109,6 +115,28 @@ def parse(text: str) -> Path:
             fix="add '> mean(token)'",
         )
     return Path(levels)
+
+
+def _spelled_out(name: str) -> str:
+    """The path that a name stands for; anything else as it is."""
+    found = _VERL.fullmatch(name)
+    if found is None:
+        return name
+    relation, version, mode, factor = found.groups()
+    mode = mode.replace("_", "-")
+    if mode in _REFUSED and factor is None:
+        raise SpecError(f"normalizer {name!r} is refused", fix=_REFUSED[mode])
+    if mode == _NORM:
+        # Until 0.7.0 the sum over sequences was not divided by their number.
+        early = version is not None and relation != ">=" and _version(version, name) < (0, 7, 1)
+        return f"{'sum' if early else 'mean'}(sequence) > sum(token)/{factor}"
+    return name if factor is not None else ALIASES.get(mode, name)
+
+
+def _version(text: str, whole: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d+(\.\d+)*", text):
+        raise SpecError(f"normalizer {whole!r}: cannot read the version {text!r}", expected="for example 0.7.0")
+    return tuple(int(part) for part in text.split("."))
 
 
 def _level(part: str, whole: str) -> Level:

@@ -1,17 +1,19 @@
-"""Rules that act before the loss: masks on data, corrections from frozen log-probs, weights by role."""
+"""Rules on data that act before the loss: masks and weights by role. For corrections see
+`megatron_pgloss.spec.corrections`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, field_validator
 
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec.base import Part
-
-Scope = tuple[str, ...] | None
+from megatron_pgloss.spec.components import Component
+from megatron_pgloss.spec.corrections import Scope
 
 
 class DropTruncated(Part):
@@ -26,6 +28,11 @@ class DropTruncated(Part):
         """Its name in reports."""
         return "truncated"
 
+    @property
+    def formula(self) -> str:
+        """What it does, in one line."""
+        return "drop tokens of truncated sequences"
+
 
 class DropZeroAdvantage(Part):
     """Take tokens whose advantage is exactly 0 out of the numerator and the counts."""
@@ -38,6 +45,26 @@ class DropZeroAdvantage(Part):
     def reason(self) -> str:
         """Its name in reports."""
         return "zero advantage"
+
+    @property
+    def formula(self) -> str:
+        """What it does, in one line."""
+        return "drop tokens where A = 0"
+
+
+class KeepPositiveAdvantage(Part):
+    """Take tokens whose advantage is not positive out of the numerator and the counts (the likelihood of successful
+    answers, VAPO 2504.05118).
+    """
+
+    kind: Literal["keep_positive_advantage"] = "keep_positive_advantage"
+    on: tuple[str, ...]
+    """Names of the components it acts on."""
+
+    @property
+    def reason(self) -> str:
+        """Its name in reports."""
+        return "advantage not positive"
 
 
 class UserMask(Part):
@@ -53,18 +80,10 @@ class UserMask(Part):
         """Its name in reports."""
         return f"mask {self.name}"
 
-
-class TruncatedIS(Part):
-    """Truncated importance weight ``min(old/mu, high)``, a constant factor of the term (Ionides 2008).
-
-    ``mu`` is the rollout stream: the sampler's own log-probs.
-    """
-
-    kind: Literal["truncated_is"] = "truncated_is"
-    of: Literal["old"] = "old"
-    level: Literal["token"] = "token"
-    high: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
-    on: tuple[str, ...] = ("rl",)
+    @property
+    def formula(self) -> str:
+        """What it does, in one line."""
+        return f"keep tokens where mask {self.name} is true"
 
 
 class RoleTable(Part):
@@ -91,5 +110,17 @@ class RoleTable(Part):
         return hash(None if self.ce is None else frozenset(self.ce.items()))
 
 
-Mask = Annotated[DropTruncated | DropZeroAdvantage | UserMask, Field(discriminator="kind")]
-Correction = TruncatedIS
+Mask = Annotated[DropTruncated | DropZeroAdvantage | KeepPositiveAdvantage | UserMask, Field(discriminator="kind")]
+
+
+def acts_on(rule: Any, component: Component) -> bool:
+    """Whether a mask or correction acts on ``component``: by its ``on``, or by default.
+
+    Defaults (``on=None``): a user mask acts on all components; truncation and rejection on those over action tokens; a
+    weight on ``rl``.
+    """
+    if rule.on is not None:
+        return component.name in rule.on
+    if getattr(rule, "weighs", False):
+        return component.name == "rl"
+    return isinstance(rule, UserMask) or component.over == "action"

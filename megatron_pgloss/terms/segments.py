@@ -7,7 +7,7 @@ it holds.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,31 @@ class _SumOverRanks(torch.autograd.Function):
         return whole, None
 
 
+class Deferred:
+    """A group whose collectives are taken later, all at once: see `megatron_pgloss.terms.together`."""
+
+    def ask(self, part: Tensor, op: Literal["sum", "max", "min"]) -> Tensor:
+        """``part`` over the ranks, or what stands for it until that is known."""
+        raise NotImplementedError
+
+
 def sum_over_ranks(part: Tensor, group: Any) -> Tensor:
     """Differentiable sum of ``part`` over ``group`` (None: this rank alone)."""
-    return part if group is None else _SumOverRanks.apply(part, group)  # type: ignore[no-any-return]
+    if group is None:
+        return part
+    return group.ask(part, "sum") if isinstance(group, Deferred) else _SumOverRanks.apply(part, group)  # type: ignore[no-any-return]
+
+
+def extreme_over_ranks(part: Tensor, op: Literal["max", "min"], group: Any) -> Tensor:
+    """Largest or smallest of ``part`` over ``group``, a constant."""
+    part = part.detach()
+    if group is None:
+        return part
+    if isinstance(group, Deferred):
+        return group.ask(part, op)
+    whole = part.clone()
+    dist.all_reduce(whole, op=dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.MIN, group=group)
+    return whole
 
 
 class UnitSums:
@@ -86,20 +108,34 @@ class UnitSums:
         """Each unit's sum over its voters, at every position of the unit. ``[N]``."""
         return self.spread(self.sums(values_N, voters_N)[0])
 
+    def largest(self, values_N: Tensor, voters_N: Tensor) -> Tensor:
+        """Each unit's largest voter, at every position of the unit, without gradient; minus infinity for a unit without
+        voters, 0 for a position without a unit. ``[N]``.
+        """
+        voters_N = voters_N & (self.unit_N >= 0)
+        picked_N = torch.where(voters_N, values_N.detach(), -torch.inf)
+        top_U = torch.full((max(self.units, 1),), -torch.inf, dtype=values_N.dtype, device=values_N.device)
+        top_U = top_U.scatter_reduce(0, torch.where(voters_N, self.unit_N, 0), picked_N, "amax")
+        return self.spread(extreme_over_ranks(top_U, "max", self.group))
+
     def prefix(self, values_N: Tensor, voters_N: Tensor) -> Tensor:
         """Sum over the voters of the unit up to and including each position. ``[N]``.
 
-        Positions of one unit must be in order within each chunk, as every arrangement here has them.
+        Positions of one unit must be in order within each chunk, as every arrangement here has them; other units may
+        lie between them.
         """
         picked_N = torch.where(voters_N & (self.unit_N >= 0), values_N, 0)
         chunk_N = self.chunk_N if self.chunk_N is not None else torch.zeros_like(self.unit_N)
         piece_N = torch.where(self.unit_N >= 0, self.unit_N * self.chunks + chunk_N, -1)
+        # Unit by unit: the tokens of one need not lie in an unbroken run (a turn id may come back).
+        order_N = torch.argsort(piece_N, stable=True)
+        sorted_N, values_N64 = piece_N[order_N], picked_N.to(torch.float64)[order_N]
         # Float64: a running total over the whole shard minus where the piece began must not lose digits.
-        running_N = picked_N.to(torch.float64).cumsum(0)
+        running_N = values_N64.cumsum(0)
         begins_N = torch.ones_like(voters_N)
-        begins_N[1:] = piece_N[1:] != piece_N[:-1]
+        begins_N[1:] = sorted_N[1:] != sorted_N[:-1]
         start_N = torch.where(begins_N, torch.arange(len(piece_N), device=piece_N.device), 0).cummax(0).values
-        inside_N = running_N - (running_N - picked_N)[start_N]
+        inside_N = torch.empty_like(running_N).index_copy(0, order_N, running_N - (running_N - values_N64)[start_N])
         if self.chunks == 1:
             return torch.where(self.unit_N >= 0, inside_N.to(values_N.dtype), 0)
         size = max(self.units, 1) * self.chunks

@@ -1,0 +1,71 @@
+"""A user's own function as part of a spec: held as a callable, written as ``"pkg.mod:name"``."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import Field, field_serializer, field_validator
+
+from megatron_pgloss.errors import SpecError
+from megatron_pgloss.spec.base import Part
+
+StreamName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$", max_length=32)]
+"""Key of ``TokenBatch``'s ``streams=``."""
+
+
+class Function(Part):
+    """A part that calls ``fn(x)``; ``x`` holds the streams of one micro-batch (`megatron_pgloss.objective.Streams`).
+
+    ``needs`` names the optional streams that ``fn`` reads (``old``, ``rollout``, ``ref``, ``advantage``, ``entropy``,
+    ``values``, ``returns``, or one of the user's own): absent ones are then reported when the step is planned, and
+    entropy is computed.
+    """
+
+    fn: Callable[[Any], Any] | str
+    needs: tuple[StreamName, ...] = ()
+
+    @field_validator("fn")
+    @classmethod
+    def _resolvable(cls, fn: Any) -> Any:
+        if isinstance(fn, str):
+            resolve(fn)
+        return fn
+
+    @field_serializer("fn")
+    def _dump_fn(self, fn: Any) -> str:
+        return self.to_import_path()
+
+    def to_import_path(self) -> str:
+        """``"pkg.mod:name"`` of the function."""
+        if isinstance(self.fn, str):
+            return self.fn
+        # An object that is called (a partial, a module) has no name of its own.
+        name = getattr(self.fn, "__qualname__", f"<{type(self.fn).__qualname__}>")
+        return f"{getattr(self.fn, '__module__', type(self.fn).__module__)}:{name}"
+
+    @property
+    def function(self) -> Callable[[Any], Any]:
+        """The callable itself."""
+        return resolve(self.fn) if isinstance(self.fn, str) else self.fn
+
+
+def resolve(path: str) -> Callable[[Any], Any]:
+    """Import ``"pkg.mod:name"``.
+
+    Raises:
+        SpecError: the form is wrong, the module or the name does not exist, or it is not callable.
+    """
+    module, _, name = path.partition(":")
+    if not (module and name):
+        raise SpecError("a function of your own must be written 'pkg.mod:name'", got=path)
+    try:
+        target: Any = importlib.import_module(module)
+        for step in name.split("."):
+            target = getattr(target, step)
+    except (ImportError, AttributeError) as error:
+        raise SpecError(f"cannot import the function {path!r}: {error}", fix="name a module-level function") from error
+    if not callable(target):
+        raise SpecError(f"{path!r} is not callable", got=type(target).__name__)
+    return target  # type: ignore[no-any-return]

@@ -1,0 +1,121 @@
+"""From the plain text of `megatron_pgloss.spec.formulas` to LaTeX: words by a table, fractions, powers and subscripts.
+
+A word that is not in the table is set as text, so that any formula comes out readable.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from megatron_pgloss.spec import formulas
+from megatron_pgloss.spec.normalizer import Path
+
+if TYPE_CHECKING:
+    from megatron_pgloss.spec.components import Component
+    from megatron_pgloss.spec.loss_spec import LossSpec
+
+_WORDS = {
+    "pi": r"\pi_\theta", "old": r"\pi_{\mathrm{old}}", "mu": r"\mu", "ref": r"\pi_{\mathrm{ref}}",
+    "pi_v": r"\pi_{\theta,v}", "ref_v": r"\pi_{\mathrm{ref},v}", "V_old": r"V_{\mathrm{old}}", "d_k": "d_k",
+    "log": r"\log", "exp": r"\exp", "min": r"\min", "max": r"\max", "H": r"\mathcal{H}", "inf": r"\infty",
+    "sg": r"\operatorname{sg}", "clip": r"\operatorname{clip}", "sigmoid": r"\sigma",
+    "softplus": r"\operatorname{softplus}", "sign": r"\operatorname{sign}", "tau": r"\tau", "lam": r"\lambda",
+    "mean": r"\operatorname{mean}", "sum": r"\sum", "sum_v": r"\sum_v", "prod": r"\prod",
+    "mean_seq": r"\operatorname{mean}_{\mathrm{seq}}", "mean_turn": r"\operatorname{mean}_{\mathrm{turn}}",
+    "sum_seq": r"\sum_{\mathrm{seq}}", "sum_turn": r"\sum_{\mathrm{turn}}",
+    "prod_seq": r"\prod_{\mathrm{seq}}", "prod_turn": r"\prod_{\mathrm{turn}}",
+    "geomean_seq": r"\operatorname{gm}_{\mathrm{seq}}", "geomean_turn": r"\operatorname{gm}_{\mathrm{turn}}",
+    "sum_": r"\sum_", "min_": r"\min_",
+}  # fmt: skip
+_SIGNS = {"<=": r"\le ", ">=": r"\ge ", "{": "{", "}": "}", "%": r"\%", "&": r"\&", "#": r"\#", "$": r"\$"}
+_LETTERS = set("AVRrdkmfwctg")
+_TOKEN = re.compile(r"[A-Za-z][\w.:]*|\d+(?:\.\d+)?(?:e-?\d+)?|<=|>=|\s+|.")
+_FRACTION = re.compile(r"(\([^()]*\)|sg\(\w+\)|[\w.]+(?:\^2)?)/(\([^()]*\)|sg\(\w+\)|[\w.]+)")
+_INDEX = {"prompt": "p", "episode": "e", "sequence": "i", "turn": "j", "token": "t"}
+
+
+def translate(text: str) -> str:
+    """A formula of `formulas` in LaTeX (math mode)."""
+    match = _FRACTION.search(text)
+    if match and not match[2].startswith("(pi"):
+        top, bottom = (part[1:-1] if part.startswith("(") else part for part in match.groups())
+        fraction = rf"\frac{{{translate(top)}}}{{{translate(bottom)}}}"
+        return translate(text[: match.start()]) + fraction + translate(text[match.end() :])
+    return _power(_words(text))
+
+
+def _words(text: str) -> str:
+    out: list[str] = []
+    words: list[str] = []
+
+    def flush() -> None:
+        if words:
+            out.append(rf"\;\text{{{' '.join(words)}}}\;")
+            words.clear()
+
+    for token in _TOKEN.findall(text):
+        if token.isspace():
+            continue
+        if token[0].isalpha() and token not in _WORDS and token not in _LETTERS:
+            words.append(token.replace("_", r"\_"))
+            continue
+        flush()
+        known = _WORDS.get(token, _SIGNS.get(token, token))
+        # A command and a letter after it, or two words, must not run together.
+        out.append(known + (" " if token[0].isalnum() else "") if token != "," else r",\; ")
+    flush()
+    return re.sub(r" (?=[),\]}^])", "", "".join(out)).strip()
+
+
+def _power(text: str) -> str:
+    text = re.sub(r"\^(-?[\d.]+)", r"^{\1}", text)
+    at = text.find("^(")
+    if at < 0:
+        return text
+    depth, end = 0, at + 1
+    for end in range(at + 1, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[end], 0)
+        if not depth:
+            break
+    return _power(f"{text[:at]}^{{{text[at + 2 : end]}}}{text[end + 1 :]}")
+
+
+def normalizer(path: Path) -> str:
+    """The sums and divisors of a path."""
+    out, parent = [], None
+    for level in path.levels:
+        index, unit = _INDEX[level.unit], level.unit
+        count = rf"N_{{\mathrm{{{unit}}}}}" if parent is None else rf"n^{{\mathrm{{{unit}}}}}_{{{parent}}}"
+        if level.average:
+            divisor: str | None = rf"\overline{{n}}^{{\,\mathrm{{{unit}}}}}"
+        elif level.power is not None:
+            power = {1.0: "", 0.5: "sqrt"}.get(level.power)
+            divisor = count if power == "" else rf"\sqrt{{{count}}}" if power else rf"({count})^{{{level.power:g}}}"
+        else:
+            divisor = None if level.divisor is None else f"{level.divisor:g}"
+        inside = index if parent is None else rf"{index}\in {parent}"
+        out.append((rf"\frac{{1}}{{{divisor}}}" if divisor else "") + rf"\sum_{{{inside}}}")
+        parent = index
+    return " ".join(out)
+
+
+def latex(spec: LossSpec) -> str:
+    """The spec as an ``aligned`` block, a line a component and a line a rule."""
+    lines = [r"\mathcal{L} &= " + " + ".join(rf"{part.coef:g}\,{_name(part)}" for part in spec.components)]
+    for part in spec.components:
+        expression, definitions = formulas.component(part, spec.old)
+        line = rf"{_name(part)} &= {normalizer(part.path)} \Bigl[ {translate(expression)} \Bigr]"
+        lines.append(line + "".join(rf",\quad {translate(text)}" for text in definitions))
+    lines += [rf"&\text{{mask: {_escaped(mask.reason)}}}" for mask in spec.masks]
+    lines += [rf"&\text{{correction:}}\ {translate(rule.formula)}" for rule in spec.corrections]
+    lines += [rf"&\text{{gate:}}\ {translate(formulas.gate(gate, spec.old))}" for gate in spec.gates]
+    return "\\begin{aligned}\n" + " \\\\\n".join(lines) + "\n\\end{aligned}"
+
+
+def _name(part: Component) -> str:
+    return rf"\mathcal{{L}}_{{\mathrm{{{_escaped(part.name)}}}}}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("_", r"\_")

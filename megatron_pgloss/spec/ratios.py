@@ -1,0 +1,102 @@
+"""The ratio axis: which statistic of pi/old, over which tokens, and what of it carries the gradient.
+
+With d_t = log pi_t - log old_t (bounded by ``log_ratio_bound``), a ratio is ``r = exp(s)`` of a statistic s:
+
+| short name | s | gradient of log r |
+|---|---|---|
+| ``token`` | d_t | of log pi_t |
+| ``none`` | 0 | of log pi_t (on-policy: exactly 1, gradient intact) |
+| ``sequence``, ``turn`` | mean of d over the unit (GSPO 2507.18071 eq. 7) | of the mean |
+| ``sequence_token``, ``turn_token`` | the same | of log pi_t, the mean held fixed (GSPO-token, eq. 14) |
+| ``sequence_sum``, ``turn_sum`` | sum of d over the unit | of log pi_t, the sum held fixed |
+| ``prefix`` | sum of d up to and including t | of log pi_t, the rest held fixed |
+| ``prefix_min`` | d_t + min of d before t (MinPRO 2601.22718) | of log pi_t, the rest held fixed |
+
+Unit statistics run over the unit's action tokens as sampled, whatever masks and gates say; ``over="members"`` takes
+those that the component trains on. Every s is bounded by ``log_ratio_bound`` before exp.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from megatron_pgloss.errors import SpecError
+from megatron_pgloss.spec.base import Part, nearest
+from megatron_pgloss.spec.functions import Function
+
+Level = Literal["token", "turn", "sequence"]
+
+
+class Ratio(Part):
+    """One ratio, spelled out; see the table of short names above."""
+
+    kind: Literal["ratio"] = "ratio"
+    level: Level = "sequence"
+    """The unit whose tokens enter; ``token`` is the token's own and takes no statistic."""
+    statistic: Literal["mean", "sum", "prefix", "prefix_min"] = "mean"
+    gradient: Literal["through", "token"] = "through"
+    """``through``: the statistic is differentiated. ``token``: its value is held fixed and the token's own log-prob
+    carries the gradient: ``r = sg(exp(s)) * pi_t / sg(pi_t)``."""
+    over: Literal["sampled", "members"] = "sampled"
+
+    @model_validator(mode="after")
+    def _sensible(self) -> Ratio:
+        if self.level == "token" and (self.statistic, self.over) != ("mean", "sampled"):
+            raise SpecError(
+                f"Ratio: statistic {self.statistic!r} over {self.over!r} of a single token",
+                expected="level='sequence' or 'turn'",
+                fix="ratio='token'",
+            )
+        if self.statistic == "prefix_min" and self.gradient == "through":
+            raise SpecError(
+                "Ratio: a running minimum is not differentiated", expected="gradient='token'", fix="ratio='prefix_min'"
+            )
+        return self
+
+
+class CustomRatio(Function):
+    """A ratio of the user's own: ``fn(x) -> [T]``, the logarithm of the ratio, bounded before exp.
+
+    Args (positional allowed):
+        fn: the function, or ``"pkg.mod:name"``; reads ``x.log_ratio`` (the token's own) and unit statistics.
+    """
+
+    kind: Literal["custom"] = "custom"
+
+    def __init__(self, fn: Any = None, /, **data: Any) -> None:
+        super().__init__(**({} if fn is None else {"fn": fn}), **data)
+
+
+SHORT: dict[str, Ratio | None] = {
+    "token": Ratio(level="token"),
+    "none": None,
+    "sequence": Ratio(),
+    "turn": Ratio(level="turn"),
+    "sequence_token": Ratio(gradient="token"),
+    "turn_token": Ratio(level="turn", gradient="token"),
+    "sequence_sum": Ratio(statistic="sum", gradient="token"),
+    "turn_sum": Ratio(level="turn", statistic="sum", gradient="token"),
+    "prefix": Ratio(statistic="prefix", gradient="token"),
+    "prefix_min": Ratio(statistic="prefix_min", gradient="token"),
+}
+"""Short names; ``none`` has no statistic at all."""
+
+
+def canonical(given: Any) -> Any:
+    """The short name of a ratio that has one; anything else as it is.
+
+    Raises:
+        SpecError: a word that is none of the short names.
+    """
+    if isinstance(given, str) and given not in SHORT:
+        raise SpecError(
+            f"no ratio {given!r}", expected=", ".join(SHORT) + " or a Ratio", fix=nearest(given, list(SHORT))
+        )
+    if isinstance(given, dict) and given.get("kind") != "custom":
+        given = Ratio(**given)
+    for name, ratio in SHORT.items():
+        if isinstance(given, Ratio) and given == ratio:
+            return name
+    return given

@@ -1,0 +1,107 @@
+"""Gates: which tokens the current policy still trains, from streams ``x`` of any extent. `N` positions. Constant.
+
+``x`` gives ``logp``, ``old``, ``rollout``, ``advantage`` float [N] and ``unit_mean(value, unit)``: the streams of a
+micro-batch inside the loss, or those of whole rows at plan time.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_pgloss.errors import DataError
+from megatron_pgloss.spec import AnyGate, Gate, KLGate, RatioGate, SequenceGate, TVGate
+
+_CEILING = 60.0
+"""Log-probs above it are cut before exp, so that a stray number is a large one and not infinity."""
+
+
+class GateStreams(Protocol):
+    """What a gate reads."""
+
+    logp: Tensor
+
+    @property
+    def old(self) -> Tensor:
+        """log of the base of the ratio."""
+
+    @property
+    def rollout(self) -> Tensor:
+        """The sampler's log-prob."""
+
+    @property
+    def advantage(self) -> Tensor:
+        """Advantage."""
+
+    def unit_mean(self, value_N: Tensor, unit: str = "sequence") -> Tensor:
+        """Mean over the unit's action tokens as sampled."""
+
+
+def keep(gate: AnyGate, x: GateStreams) -> Tensor:
+    """Whether each token is kept, bool [N]; a user's gate may give a factor instead, float [N].
+
+    Args:
+        gate: any gate but those that need the statistics of the whole step.
+
+    Raises:
+        DataError: a user's gate returned something else than one bool or number per position.
+    """
+    with torch.no_grad():  # a gate decides and is not differentiated
+        if isinstance(gate, Gate):
+            return _user(gate, x)
+        if isinstance(gate, TVGate):
+            return _total_variation(gate, x)
+        if isinstance(gate, KLGate):
+            return _binary_kl(gate, x)
+        if isinstance(gate, RatioGate):
+            log_N = x.logp - _base(gate, x)
+            return (log_N >= math.log(gate.low)) & (log_N <= math.log(gate.high))
+        assert isinstance(gate, SequenceGate)
+        gap_N = x.unit_mean(_base(gate, x) - x.logp, gate.unit)
+        return ~((x.advantage < 0) & (gap_N > gate.threshold))
+
+
+def _base(gate: Any, x: GateStreams) -> Tensor:
+    return x.old if gate.base == "old" else x.rollout
+
+
+def _probability(log_N: Tensor) -> Tensor:
+    return log_N.clamp(max=_CEILING).exp()
+
+
+def _total_variation(gate: TVGate, x: GateStreams) -> Tensor:
+    shift_N = _probability(x.logp) - _probability(_base(gate, x))
+    over_N = shift_N > gate.high if gate.high is not None else torch.zeros_like(shift_N, dtype=torch.bool)
+    under_N = shift_N < -gate.low if gate.low is not None else torch.zeros_like(over_N)
+    if gate.sides == "both":
+        return ~(over_N | under_N)
+    down_N = x.advantage < 0 if gate.zero == "kept" else x.advantage <= 0
+    return ~(((x.advantage > 0) & over_N) | (down_N & under_N))
+
+
+def _binary_kl(gate: KLGate, x: GateStreams) -> Tensor:
+    log_pi_N, log_b_N = x.logp.clamp(max=0), _base(gate, x).clamp(max=0)
+    b_N, rest_pi_N, rest_b_N = log_b_N.exp(), -log_pi_N.expm1(), -log_b_N.expm1()
+    # (1 - b) log((1 - b)/(1 - pi)): 0 where b = 1, infinite where only pi = 1.
+    some_N = rest_b_N > 0
+    ratio_N = torch.where(some_N, rest_b_N, 1).log() - torch.where(some_N, rest_pi_N, 1).log()
+    divergence_N = b_N * (log_b_N - log_pi_N) + torch.where(some_N, rest_b_N * ratio_N, 0)
+    outward_N = ((x.advantage > 0) & (log_pi_N > log_b_N)) | ((x.advantage < 0) & (log_pi_N < log_b_N))
+    return ~(outward_N & (divergence_N > gate.threshold))
+
+
+def _user(gate: Gate, x: GateStreams) -> Tensor:
+    value_N: Any = gate.function(x)
+    fits = isinstance(value_N, Tensor) and value_N.shape == x.logp.shape
+    if not fits or not (value_N.dtype == torch.bool or value_N.is_floating_point()):
+        got = f"{value_N.dtype} {list(value_N.shape)}" if isinstance(value_N, Tensor) else type(value_N).__name__
+        raise DataError(
+            f"gate {gate.to_import_path()} must return one bool or factor per position",
+            expected=f"bool or float {list(x.logp.shape)}",
+            got=got,
+        )
+    kept_N: Tensor = value_N.detach()
+    return kept_N
