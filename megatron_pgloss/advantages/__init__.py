@@ -1,0 +1,32 @@
+"""From rewards to advantages, over episodes that vote once each: before the batch is planned, in one keyed gather.
+
+Every function takes one `TokenBatch` or a list of them and gives back the same with new streams, and a report.
+"""
+
+from megatron_pgloss.advantages.gae import gae
+from megatron_pgloss.advantages.groups import of_rewards
+from megatron_pgloss.advantages.relative import group_relative, per_turn, rloo
+from megatron_pgloss.advantages.reports import GAEReport, GroupReport, Moments, SilentGroup
+from megatron_pgloss.advantages.rewards import episode_lengths, kl_penalty, linear_length, soft_overlong
+from megatron_pgloss.advantages.termination import EFFECTS, Effect
+from megatron_pgloss.advantages.whitening import reinforce_plus_plus, whiten
+
+__all__ = [
+    "EFFECTS",
+    "Effect",
+    "GAEReport",
+    "GroupReport",
+    "Moments",
+    "SilentGroup",
+    "episode_lengths",
+    "gae",
+    "group_relative",
+    "kl_penalty",
+    "linear_length",
+    "of_rewards",
+    "per_turn",
+    "reinforce_plus_plus",
+    "rloo",
+    "soft_overlong",
+    "whiten",
+]

@@ -1,0 +1,74 @@
+"""One gather of rows from every rank, in which an error of one becomes an error of all.
+
+Rows travel as Python objects: keys of prompts and episodes with a few numbers, never tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megatron_pgloss.errors import LayoutError, PGLossError
+
+Rows = TypeVar("Rows")
+
+
+def members(caller: str, group: Any) -> tuple[Any, int]:
+    """The process group to agree in (None: this process alone), and this rank's place in it.
+
+    Raises:
+        LayoutError: ``group`` is None in a world of several ranks, or an unknown word.
+    """
+    if isinstance(group, str):
+        if group != "local":
+            raise LayoutError(f"group={group!r}", expected="a process group, 'local' or None")
+        return None, 0
+    everyone = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if group is None and everyone:
+        raise LayoutError(
+            f"{caller}(group=None) in a world of several ranks would see this rank's episodes only",
+            expected="group=the data-parallel process group",
+            got=f"world size {dist.get_world_size()}",
+            fix="pass the group that plan gets, or group='local' if no group of episodes straddles ranks",
+        )
+    return (None, 0) if group is None else (group, dist.get_rank(group))
+
+
+def exchange(caller: str, make: Callable[[int], Rows], group: Any, options: Any = None) -> tuple[list[Rows], int]:
+    """What ``make(rank)`` returns on every rank of ``group``, in rank order, and this rank's place. A collective.
+
+    Args:
+        caller: name of the public function, for errors.
+        make: called once, with this rank's place in the group.
+        options: must be equal on all ranks.
+
+    Raises:
+        PGLossError: what the first faulty rank's ``make`` raised, on every rank; or options differ.
+    """
+    where, rank = members(caller, group)
+    if where is None:
+        return [make(rank)], rank
+    mine: tuple[Rows | None, PGLossError | None, str] = (None, None, repr(options))
+    try:
+        mine = (make(rank), None, repr(options))
+    except PGLossError as error:
+        # Raised below, on every rank alike.
+        mine = (None, error, repr(options))
+    everyone: list[Any] = [None] * dist.get_world_size(where)
+    dist.all_gather_object(everyone, mine, group=where)
+    for number, (_, fault, _) in enumerate(everyone):
+        if fault is not None:
+            place = f"rank {number}" + (f", {fault.where}" if fault.where else "")
+            raise type(fault)(fault.what, expected=fault.expected, got=fault.got, where=place, fix=fault.fix)
+    for number, (_, _, other) in enumerate(everyone):
+        if other != everyone[0][2]:
+            raise LayoutError(
+                f"ranks call {caller} with different arguments",
+                expected=everyone[0][2],
+                got=other,
+                where=f"rank 0 and rank {number}",
+                fix="pass the same arguments on every rank",
+            )
+    return [rows for rows, _, _ in everyone], rank

@@ -1,0 +1,146 @@
+"""What callers hand over, brought to one form. `S` rows, `T` tokens of all rows end to end, target-aligned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from megatron_pgloss.errors import DataError
+from megatron_pgloss.rollouts import Id, Termination, TokenBatch, concatenate
+
+Batches = TypeVar("Batches", bound=TokenBatch | Sequence[TokenBatch])
+Key = tuple[Any, ...]
+"""Of an episode: the ids from prompt down, as in planning, so that episode 0 of two prompts are two episodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ids:
+    """Who a row belongs to and how it ended."""
+
+    rows: int
+    prompts: tuple[Id, ...] | None = None
+    episodes: tuple[Id, ...] | None = None
+    names: tuple[Id, ...] | None = None
+    terminations: tuple[Termination, ...] | None = None
+
+    @staticmethod
+    def of(batch: TokenBatch | None) -> Ids:
+        """Of a batch; None: no rows."""
+        if batch is None:
+            return Ids(rows=0)
+        return Ids(
+            rows=len(batch), prompts=batch.prompt_ids, episodes=batch.episode_ids, names=batch.sample_ids,
+            terminations=batch.terminations,
+        )  # fmt: skip
+
+    def key(self, row: int, rank: int) -> Key:
+        """The row's episode; a row without an episode id is an episode of its own."""
+        prompt = () if self.prompts is None else (self.prompts[row],)
+        return (*prompt, self.episodes[row]) if self.episodes is not None else (*prompt, "row", rank, row)
+
+    def name(self, row: int) -> str:
+        """How errors call the row."""
+        return f"sample {self.names[row]!r}" if self.names is not None else f"row {row}"
+
+    def state(self, row: int) -> Termination | None:
+        """How the row ended, where it is known."""
+        return None if self.terminations is None else self.terminations[row]
+
+
+def merge(batches: TokenBatch | Sequence[TokenBatch]) -> TokenBatch | None:
+    """All rows as one batch; an error kept in a batch is raised here."""
+    if isinstance(batches, TokenBatch):
+        if batches.fault is not None:
+            raise batches.fault
+        return batches
+    if not isinstance(batches, Sequence) or not all(isinstance(item, TokenBatch) for item in batches):
+        raise DataError("not a TokenBatch or a list of them", got=type(batches).__name__)
+    return concatenate(batches)
+
+
+def deal(batches: Batches, streams: Mapping[str, Tensor]) -> Batches:
+    """The caller's batches with these streams ``[T]`` of the merged batch set."""
+    if isinstance(batches, TokenBatch):
+        return cast(Batches, replace(batches, streams={**batches.streams, **streams}))
+    given = cast(Sequence[TokenBatch], batches)
+    sizes = [batch.tokens_T.numel() for batch in given]
+    cut = {name: stream_T.split(sizes) for name, stream_T in streams.items()}
+    return cast(
+        Batches,
+        [
+            replace(batch, streams={**batch.streams, **{name: parts[i] for name, parts in cut.items()}})
+            for i, batch in enumerate(given)
+        ],
+    )
+
+
+def numbers(name: str, given: Any, rows: int) -> tuple[Tensor, torch.dtype]:
+    """float64 [rows] of one number a row, and the dtype of what is made from them.
+
+    Args:
+        given: a tensor or list of float, int or bool, or a list of such tensors, one a batch.
+    """
+    try:
+        if isinstance(given, Sequence) and given and all(isinstance(item, Tensor) for item in given):
+            given = torch.cat([item.reshape(-1) for item in given])
+        value = torch.as_tensor(given, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{name} must be numbers, one a row: {error}", expected=f"float [{rows}]") from error
+    if value.is_complex() or value.dtype in (torch.float16, torch.bfloat16):
+        raise DataError(f"{name} has the wrong dtype", expected="float32, float64 or whole numbers", got=value.dtype)
+    if tuple(value.shape) != (rows,) and not (rows == 0 and value.numel() == 0):
+        raise DataError(f"{name} has the wrong shape", expected=f"[{rows}], one a row", got=list(value.shape))
+    kind = torch.float64 if value.dtype == torch.float64 else torch.float32
+    return value.to(torch.float64).reshape(rows), kind
+
+
+def tokenwise(name: str, given: Tensor | None, batch: TokenBatch | None) -> tuple[Tensor | None, torch.dtype]:
+    """float64 [T] of a target-aligned stream, and its own dtype.
+
+    Args:
+        given: float32/64 [T]: position t is about ``targets_T[t]``.
+    """
+    if given is None or batch is None:
+        return None, torch.float32
+    if not isinstance(given, Tensor) or given.dtype not in (torch.float32, torch.float64):
+        kind = given.dtype if isinstance(given, Tensor) else type(given).__name__
+        raise DataError(f"{name} has the wrong dtype", expected="float32 or float64", got=kind)
+    if given.shape != batch.tokens_T.shape:
+        raise DataError(
+            f"{name} has the wrong shape",
+            expected=f"{list(batch.tokens_T.shape)}: the rows end to end, position t about the token after it",
+            got=list(given.shape),
+        )
+    # Constants: nothing is differentiated through a reward or a value.
+    return given.detach().cpu().to(torch.float64), given.dtype
+
+
+def finite(name: str, stream_T: Tensor, over_T: Tensor, batch: TokenBatch) -> None:
+    """Refuse NaN and infinity at the positions ``over_T``."""
+    bad_T = over_T & ~stream_T.isfinite()
+    if bool(bad_T.any()):
+        position = int(bad_T.to(torch.int8).argmax())
+        row = int(torch.searchsorted(batch.cu_S1, position, right=True)) - 1
+        raise DataError(
+            f"{name} is not finite where it is read",
+            got=f"{float(stream_T[position])} and {int(bad_T.sum()) - 1} more",
+            where=f"{batch.sample_name(row)}, token {position - int(batch.cu_S1[row]) + 1}",
+        )
+
+
+def voting(given: Any, rows: int) -> Tensor:
+    """bool [rows]: the caller's voters, all by default."""
+    if given is None:
+        return torch.ones(rows, dtype=torch.bool)
+    if isinstance(given, Sequence) and given and all(isinstance(item, Tensor) for item in given):
+        given = torch.cat([item.reshape(-1) for item in given])
+    value = torch.as_tensor(given, device="cpu")
+    if value.dtype != torch.bool or tuple(value.shape) != (rows,):
+        raise DataError(
+            "voters has the wrong type", expected=f"bool [{rows}], one a row", got=f"{value.dtype} {list(value.shape)}"
+        )
+    return value

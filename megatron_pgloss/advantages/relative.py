@@ -1,0 +1,147 @@
+"""Advantages that are one number an episode, or one a turn. `S` rows, `T` tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_pgloss.advantages.groups import Baseline, Scale, compute
+from megatron_pgloss.advantages.inputs import Batches, Ids, deal, finite, merge, numbers, tokenwise, voting
+from megatron_pgloss.advantages.reports import GroupReport
+from megatron_pgloss.errors import DataError
+from megatron_pgloss.rollouts import TokenBatch
+
+
+def group_relative(
+    batches: Batches,
+    rewards: Any,
+    *,
+    baseline: Baseline = "mean",
+    scale: Scale = "group",
+    token_rewards: Tensor | None = None,
+    voters: Any = None,
+    min_voters: int = 2,
+    group: Any = None,
+) -> tuple[Batches, GroupReport]:
+    """The episode's reward against its group's, on every token: ``A = (r - b) / s`` over the episodes of a prompt.
+
+    Statistics are over episodes, each once, however many rows it has and wherever they lie. An episode whose rows all
+    leave the loss does not vote and gets 0. A group with fewer than ``min_voters`` voters, or with equal rewards, gets
+    0 and stands in the report. Standard deviations have ``n - 1``; no epsilon is added.
+
+    ======================  ================  =============================================
+    ``baseline``            ``scale``         known as
+    ======================  ================  =============================================
+    ``mean``                ``group``         GRPO (2402.03300, section 4.1.2)
+    ``mean``                ``none``          Dr. GRPO (2503.20783, section 3.2)
+    ``mean``                ``batch``         lite PPO (2508.08221): deviation over all rewards
+    ``mean``                ``mean``          MaxRL: ``(r - mean) / mean``, rewards >= 0
+    ``leave_one_out``       ``none``          RLOO (2402.14740, eq. 7), see `rloo`
+    ======================  ================  =============================================
+
+    Args:
+        batches: this rank's rollouts, with prompt ids; episode ids where an episode has several rows.
+        rewards: float [S], one a row; the rows of an episode carry the same one.
+        token_rewards: float32/64 [T], target-aligned, added up over the episode's tokens (`kl_penalty`).
+        voters: bool [S]: rows that stay in the loss (`megatron_pgloss.voters` says which under a spec); faults never
+            vote.
+        min_voters: at least 2.
+        group: process group of data-parallel ranks; one keyed gather over it. None: this process alone, refused in a
+            world of several ranks; ``"local"``: on purpose.
+
+    Returns:
+        the batches with stream ``advantages`` (float64 for float64 rewards, else float32), and the report.
+
+    Raises:
+        DataError: no prompt ids, rows of an episode with different rewards, a voter's reward not finite.
+    """
+    state: dict[str, Any] = {}
+
+    def read() -> tuple[Ids, Tensor, torch.dtype, Tensor, Tensor | None]:
+        batch = state["batch"] = merge(batches)
+        ids = Ids.of(batch)
+        reward_S, kind = numbers("rewards", rewards, ids.rows)
+        more_T, _ = tokenwise("token_rewards", token_rewards, batch)
+        more_S = None if more_T is None or batch is None else _row_sums(batch, more_T)
+        return ids, reward_S, kind, voting(voters, ids.rows), more_S
+
+    out_S, kind, report = compute(
+        "group_relative", read, baseline=baseline, scale=scale, min_voters=min_voters, group=group
+    )
+    return spread(batches, state["batch"], out_S.to(kind)), report
+
+
+def rloo(batches: Batches, rewards: Any, **more: Any) -> tuple[Batches, GroupReport]:
+    """Reward less the mean of the *other* episodes of the prompt: ``n / (n - 1)`` times the centred one (2402.14740,
+    eq. 7). Arguments as in `group_relative`.
+    """
+    return group_relative(batches, rewards, **{"baseline": "leave_one_out", "scale": "none", **more})
+
+
+def per_turn(batches: Batches, values: Sequence[Any]) -> Batches:
+    """One given number for every token of a turn: ``values[s][k]`` is about the k-th turn of row s.
+
+    A turn is a run of policy tokens and what follows it; tokens before the first turn get 0. No collective.
+
+    Args:
+        values: per row, as many finite numbers as it has turns; a tensor [S, K] where all have K. The rows of a list
+            of batches go on from one batch to the next.
+
+    Raises:
+        DataError: another number of rows or turns.
+    """
+    batch = merge(batches)
+    rows = 0 if batch is None else len(batch)
+    if len(values) != rows:
+        raise DataError("per_turn has values for another number of rows", expected=rows, got=len(values))
+    if batch is None:
+        return deal(batches, {"advantages": torch.zeros(0)})
+    kind = torch.float64 if isinstance(values, Tensor) and values.dtype == torch.float64 else torch.float32
+    place_T, turns_S = _turn_places(batch)
+    flat: list[float] = []
+    start: list[int] = []
+    for row, given in enumerate(values):
+        mine = given.tolist() if isinstance(given, Tensor) else [float(value) for value in given]
+        if len(mine) != int(turns_S[row]):
+            raise DataError(
+                "per_turn has another number of values than the row has turns",
+                expected=int(turns_S[row]),
+                got=len(mine),
+                where=batch.sample_name(row),
+            )
+        start.append(len(flat))
+        flat += mine
+    value_K = torch.tensor([*flat, 0.0], dtype=torch.float64)
+    at_T = torch.tensor(start, dtype=torch.int64)[batch.seq_T] + place_T
+    out_T = torch.where(place_T >= 0, value_K[torch.where(place_T >= 0, at_T, 0)], 0)
+    finite("a turn's value", out_T, place_T >= 0, batch)
+    return deal(batches, {"advantages": out_T.to(kind)})
+
+
+def spread(batches: Batches, batch: TokenBatch | None, value_S: Tensor) -> Batches:
+    """``advantages`` set to one number a row, 0 where a row predicts nothing."""
+    if batch is None:
+        return deal(batches, {"advantages": value_S})
+    return deal(batches, {"advantages": torch.where(batch.predicts_T, value_S[batch.seq_T], 0)})
+
+
+def _row_sums(batch: TokenBatch, stream_T: Tensor) -> Tensor:
+    finite("token_rewards", stream_T, batch.action_T, batch)
+    picked_T = torch.where(batch.action_T, stream_T, 0)
+    return torch.zeros(len(batch), dtype=torch.float64).index_add(0, batch.seq_T, picked_T)
+
+
+def _turn_places(batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """int64 [T]: how many turns of the row came before the token's own, -1 for none; int64 [S]: turns of each row."""
+    turn_T, seq_T = batch.turn_T, batch.seq_T
+    before_T = torch.cat([torch.full((1,), -1), turn_T[:-1]])[: turn_T.numel()]
+    first_T = torch.ones_like(batch.predicts_T)
+    first_T[1:] = seq_T[1:] != seq_T[:-1]
+    begins_T = (turn_T >= 0) & (first_T | (turn_T != before_T))
+    count_T = begins_T.to(torch.int64).cumsum(0)
+    total_S = torch.zeros(len(batch), dtype=torch.int64).index_add(0, seq_T, begins_T.to(torch.int64))
+    earlier_S = total_S.cumsum(0) - total_S
+    return torch.where(turn_T >= 0, count_T - earlier_S[seq_T] - 1, -1), total_S

@@ -1,0 +1,137 @@
+"""Levers on rewards: KL per token, and penalties on length. `S` rows, `E` lengths, `T` tokens.
+
+A length penalty changes what is rewarded; a normaliser changes how strongly a token of a long answer pulls. Neither
+does the work of the other: see docs/advantages.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_pgloss.advantages.exchange import exchange
+from megatron_pgloss.advantages.inputs import Ids, Key, finite, merge
+from megatron_pgloss.errors import DataError
+from megatron_pgloss.rollouts import Termination, TokenBatch
+from megatron_pgloss.terms import bounded, k1, k2, k3
+
+_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def kl_penalty(
+    batches: TokenBatch | Sequence[TokenBatch],
+    coef: float,
+    *,
+    estimator: Literal["k1", "k2", "k3"] = "k1",
+    of: Literal["old", "rollout"] = "old",
+    to: Literal["ref", "old"] = "ref",
+    log_ratio_bound: float = 20.0,
+) -> Tensor:
+    """KL as a reward of each token: ``-coef * k(log of - log to)`` on actions, 0 elsewhere (Ziegler 1909.08593, eq. 2,
+    with k1). For ``token_rewards=``.
+
+    Args:
+        coef: >= 0.
+        estimator: k1 ``d``, k2 ``d^2/2``, k3 ``exp(-d) + d - 1``.
+        log_ratio_bound: d is bounded to plus or minus this.
+
+    Returns:
+        float32/64 [T], target-aligned, a constant.
+
+    Raises:
+        DataError: a stream is absent, or not finite on an action of a row without a fault.
+    """
+    if not (math.isfinite(coef) and coef >= 0):
+        raise DataError("coef must be finite and not negative", got=coef)
+    if estimator not in _ESTIMATORS:
+        raise DataError(f"estimator={estimator!r}", expected=", ".join(_ESTIMATORS))
+    batch = merge(batches)
+    if batch is None:
+        return torch.zeros(0)
+    for name in (of, to):
+        if name not in batch.streams:
+            raise DataError(
+                f"kl_penalty reads stream {name!r}, which the batch does not have", fix=f"give {name}_logprobs="
+            )
+    read_T = batch.action_T & ~_broken(batch)
+    for name in (of, to):
+        finite(f"stream {name!r}", batch.streams[name], read_T, batch)
+    # Select before arithmetic: what lies outside may be NaN or infinite.
+    d_T = torch.where(read_T, batch.streams[of], 0) - torch.where(read_T, batch.streams[to], 0)
+    k_T = _ESTIMATORS[estimator](bounded(d_T, log_ratio_bound))
+    return torch.where(read_T, 0 - coef * k_T, 0)
+
+
+def _broken(batch: TokenBatch) -> Tensor:
+    states = batch.terminations if batch.terminations is not None else (None,) * len(batch)
+    fault_S = torch.tensor([state is Termination.FAULT for state in states], dtype=torch.bool)
+    return torch.repeat_interleave(fault_S, batch.lengths_S)
+
+
+def episode_lengths(batches: TokenBatch | Sequence[TokenBatch], *, group: Any = None) -> Tensor:
+    """Policy tokens of every row's episode, all its rows together, int64 [S]. A collective with ``group=``."""
+    mine: list[Key] = []
+
+    def make(rank: int) -> list[tuple[Key, int]]:
+        nonlocal mine
+        batch = merge(batches)
+        if batch is None:
+            return []
+        ids = Ids.of(batch)
+        count_S = torch.zeros(len(batch), dtype=torch.int64).index_add(0, batch.seq_T, batch.action_T.to(torch.int64))
+        mine = [ids.key(row, rank) for row in range(len(batch))]
+        return list(zip(mine, count_S.tolist(), strict=True))
+
+    ranks, _ = exchange("episode_lengths", make, group)
+    total: dict[Key, int] = {}
+    for key, count in (item for rows in ranks for item in rows):
+        total[key] = total.get(key, 0) + count
+    return torch.tensor([total[key] for key in mine], dtype=torch.int64)
+
+
+def soft_overlong(lengths: Any, limit: float, buffer: float, *, penalty: float = 1.0) -> Tensor:
+    """Soft overlong punishment, to be added to the rewards: 0 up to ``limit - buffer`` tokens, then a straight line to
+    ``-penalty`` at ``limit`` and beyond (DAPO 2503.14476, eq. 13).
+
+    Args:
+        lengths: int [E], policy tokens of each episode.
+        limit: tokens, the hard maximum L_max.
+        buffer: tokens, L_cache, in (0, limit].
+
+    Returns:
+        float64 [E], in [-penalty, 0].
+    """
+    if not 0 < buffer <= limit or not math.isfinite(limit) or not penalty >= 0:
+        raise DataError(
+            "soft_overlong needs 0 < buffer <= limit and penalty >= 0",
+            got=f"limit={limit}, buffer={buffer}, penalty={penalty}",
+        )
+    over_E = (_lengths(lengths) - (limit - buffer)) / buffer
+    return 0 - penalty * over_E.clamp(0, 1)
+
+
+def linear_length(lengths: Any, per_token: float, *, free: float = 0.0) -> Tensor:
+    """A price per token, to be added to the rewards: ``-per_token * max(length - free, 0)``.
+
+    Args:
+        lengths: int [E], policy tokens of each episode.
+        per_token: reward units per token, >= 0.
+        free: tokens that cost nothing.
+
+    Returns:
+        float64 [E].
+    """
+    if not (math.isfinite(per_token) and per_token >= 0 and free >= 0):
+        raise DataError("linear_length needs per_token >= 0 and free >= 0", got=f"per_token={per_token}, free={free}")
+    return 0 - per_token * (_lengths(lengths) - free).clamp(min=0)
+
+
+def _lengths(given: Any) -> Tensor:
+    value = torch.as_tensor(given, device="cpu")
+    if value.is_floating_point() or value.dtype == torch.bool or bool((value < 0).any()):
+        raise DataError("lengths must be whole numbers >= 0", expected="int64 [E]", got=value.dtype)
+    return value.to(torch.float64)

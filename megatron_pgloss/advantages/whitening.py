@@ -1,0 +1,144 @@
+"""Moments over the tokens of the whole step. `S` rows, `T` tokens.
+
+Each row's count, mean and squares are made where the row lies; rows are merged by exact sums, so that the result does
+not depend by a bit on which rank or batch holds a row.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_pgloss.advantages.exchange import exchange
+from megatron_pgloss.advantages.gae import gae
+from megatron_pgloss.advantages.groups import standardize
+from megatron_pgloss.advantages.inputs import Batches, Ids, deal, finite, merge, voting
+from megatron_pgloss.advantages.relative import group_relative
+from megatron_pgloss.advantages.reports import Moments
+from megatron_pgloss.advantages.termination import EFFECTS
+from megatron_pgloss.errors import DataError
+from megatron_pgloss.rollouts import TokenBatch
+
+
+def whiten(
+    batches: Batches, *, scale: bool = True, voters: Any = None, mask: Tensor | None = None, group: Any = None
+) -> tuple[Batches, Moments]:
+    """Advantages to mean 0 and standard deviation 1 over the action tokens of the step, on all ranks together.
+
+    ``A' = (A - mean) / std`` with ``n - 1``; tokens outside get exactly 0. All equal: 0, nothing is divided.
+
+    Args:
+        batches: rollouts with stream ``advantages``.
+        scale: False only centres.
+        voters: bool [S]: rows that stay in the loss; faults never do.
+        mask: bool [T], target-aligned: action tokens to take; default all.
+        group: process group of data-parallel ranks, as in `group_relative`.
+
+    Returns:
+        the batches with the stream replaced, and the moments before.
+
+    Raises:
+        DataError: no advantages, or not finite where they are read.
+    """
+    state: dict[str, Any] = {}
+
+    def make(rank: int) -> list[tuple[int, float, float]]:
+        batch = state["batch"] = merge(batches)
+        if batch is None:
+            return []
+        if "advantages" not in batch.streams:
+            raise DataError("whiten needs a batch with advantages", fix="group_relative(...) or gae(...) before")
+        stream_T = batch.streams["advantages"].to(torch.float64)
+        over_T = state["over"] = _over(batch, voters, mask)
+        finite("stream 'advantages'", stream_T, over_T, batch)
+        return _row_moments(batch, torch.where(over_T, stream_T, 0), over_T)
+
+    ranks, _ = exchange("whiten", make, group, (scale,))
+    moments = _merged([row for rows in ranks for row in rows])
+    batch = state["batch"]
+    if batch is None:
+        return deal(batches, {"advantages": torch.zeros(0)}), moments
+    stream_T = batch.streams["advantages"]
+    out_T = torch.where(state["over"], stream_T.to(torch.float64), moments.mean) - moments.mean
+    if scale:
+        out_T = out_T * standardize(1.0, moments.std)
+    return deal(batches, {"advantages": out_T.to(stream_T.dtype)}), moments
+
+
+def reinforce_plus_plus(
+    batches: Batches,
+    rewards: Any,
+    *,
+    baseline: Literal["none", "group"] = "none",
+    token_rewards: Tensor | None = None,
+    gamma: float = 1.0,
+    voters: Any = None,
+    group: Any = None,
+) -> tuple[Batches, Moments]:
+    """REINFORCE++ (2501.03262): the return of each token, whitened over the tokens of the whole step.
+
+    ``none``: ``whiten(sum_{k>=t} gamma^(k-t) r_k)``, r being ``token_rewards`` (`kl_penalty`) and, on the last action
+    of the episode, its reward. ``group``: the episode's reward, token rewards added, less its group's mean, on every
+    token, then whitened; groups without a comparison enter with 0. Arguments as in `group_relative`.
+    """
+    if baseline == "group":
+        if gamma != 1.0:
+            raise DataError("a group baseline compares whole episodes", expected="gamma=1", got=gamma)
+        centred, _ = group_relative(
+            batches, rewards, scale="none", token_rewards=token_rewards, voters=voters, group=group
+        )
+        return whiten(centred, voters=voters, group=group)
+    if baseline != "none":
+        raise DataError(f"baseline={baseline!r}", expected="none, group")
+    merged = merge(batches)
+    zero_T = None if merged is None else torch.zeros(merged.tokens_T.numel(), dtype=_kind(rewards))
+    returns, _ = gae(
+        batches, rewards, values=zero_T, token_rewards=token_rewards, gamma=gamma, lam=1.0, bootstrap="none",
+        group=group, caller="reinforce_plus_plus",
+    )  # fmt: skip
+    return whiten(returns, voters=voters, group=group)
+
+
+def _kind(rewards: Any) -> torch.dtype:
+    given = rewards[0] if isinstance(rewards, list | tuple) and rewards else rewards
+    return torch.float64 if isinstance(given, Tensor) and given.dtype == torch.float64 else torch.float32
+
+
+def _over(batch: TokenBatch, voters: Any, mask: Tensor | None) -> Tensor:
+    ids = Ids.of(batch)
+    states = [ids.state(row) for row in range(ids.rows)]
+    stays_S = torch.tensor([state is None or EFFECTS[state].bootstrap != "leaves" for state in states])
+    stays_S = stays_S.to(torch.bool) & voting(voters, ids.rows)
+    over_T = batch.action_T & stays_S[batch.seq_T]
+    if mask is not None:
+        if mask.dtype != torch.bool or mask.shape != over_T.shape:
+            raise DataError("mask has the wrong type", expected=f"bool {list(over_T.shape)}", got=mask.dtype)
+        over_T = over_T & mask.cpu()
+    return over_T
+
+
+def _row_moments(batch: TokenBatch, stream_T: Tensor, over_T: Tensor) -> list[tuple[int, float, float]]:
+    """Count, mean and sum of squared deviations of every row that has tokens."""
+    seq_T, zero_S = batch.seq_T, torch.zeros(len(batch), dtype=torch.float64)
+    count_S = zero_S.index_add(0, seq_T, over_T.to(torch.float64))
+    some_S = torch.where(count_S > 0, count_S, 1)
+    mean_S = zero_S.index_add(0, seq_T, stream_T) / some_S
+    off_T = torch.where(over_T, stream_T - mean_S[seq_T], 0)
+    square_S = zero_S.index_add(0, seq_T, off_T.square())
+    rows = zip(count_S.long().tolist(), mean_S.tolist(), square_S.tolist(), strict=True)
+    return [row for row in rows if row[0]]
+
+
+def _merged(rows: list[tuple[int, float, float]]) -> Moments:
+    # Chan, Golub, LeVeque (1979): squares within rows and between their means, each an exact sum.
+    count = sum(n for n, _, _ in rows)
+    if not count:
+        return Moments(count=0, mean=0.0, std=0.0)
+    mean = math.fsum(n * m for n, m, _ in rows) / count
+    if len({m for _, m, _ in rows}) == 1 and not any(square for _, _, square in rows):
+        return Moments(count=count, mean=rows[0][1], std=0.0)
+    square = math.fsum((*(s for _, _, s in rows), *(n * (m - mean) ** 2 for n, m, _ in rows)))
+    return Moments(count=count, mean=mean, std=math.sqrt(square / (count - 1)) if count > 1 else 0.0)
