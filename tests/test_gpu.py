@@ -59,6 +59,28 @@ def test_a_micro_batch_needs_no_host_sync(dtype: torch.dtype) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(3000, 1000), (64, 19_001), (5, 151_936)])
+def test_triton_kernels_on_cuda_equal_float64(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    from logprob_cases import assert_one_rounding, dense
+
+    torch.manual_seed(0)
+    rows, columns = shape
+    logits = (3 * torch.randn(shape)).to(dtype)
+    targets, tau = torch.randint(0, columns, (rows,)), torch.rand(rows) + 0.5
+    g, h = torch.randn(2, rows)
+    g[::3], h[::3] = 0, 0
+    lp, entropy, grad = dense(logits, targets, g, h, tau)
+    z = logits.cuda().requires_grad_()
+    out = pg.token_logprobs(
+        z, targets.cuda(), temperature=tau.cuda(), entropy=True, reuse_logits=True, backend="triton"
+    )
+    torch.testing.assert_close(out.logprob.double().cpu(), lp, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out.entropy.double().cpu(), entropy, rtol=1e-6, atol=2e-6)  # type: ignore[union-attr]
+    torch.autograd.backward([out.logprob, out.entropy], [g.cuda(), h.cuda()])  # type: ignore[list-item]
+    assert_one_rounding(z.grad.cpu(), grad, noise=8e-6)  # type: ignore[union-attr]
+
+
 def test_reuse_logits_allocates_less_than_a_tenth_of_a_byte_per_logit() -> None:
     logits = torch.randn(2048, 32768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(0, 32768, (2048,), device="cuda")

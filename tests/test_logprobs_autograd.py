@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_pgloss import PGLossError, UnsupportedError, token_logprobs
-from megatron_pgloss.logprobs import sweep
+from megatron_pgloss.logprobs.eager import ChunkedRows
 from megatron_pgloss.logprobs.order import RowOrder
 
 EXACT = dict(rtol=1e-12, atol=1e-12)
@@ -20,7 +20,7 @@ EXACT = dict(rtol=1e-12, atol=1e-12)
 def skipping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a test on both ways to leave rows out; accelerators take the second."""
     if request.param == "rows selected":
-        monkeypatch.setattr(sweep, "_fill_live", sweep._fill_all)
+        monkeypatch.setattr(ChunkedRows, "_fill_live", ChunkedRows._fill_all)
     return request.param
 
 

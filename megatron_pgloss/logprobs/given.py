@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .inputs import check_inputs, check_separate_rows, inverse_temperature
+from .backends import Backend, choose
+from .inputs import check_inputs, check_reference, check_separate_rows, inverse_temperature
 from .node import GivenLogits, Job
 from .order import RowOrder
+from .reference import GivenBoth, ReferenceJob
 from .result import TokenLogprobs
 from .shard import find_shard
 
@@ -22,9 +24,12 @@ def token_logprobs(
     *,
     temperature: float | Tensor | None = None,
     entropy: bool = False,
+    lse: bool = False,
+    ref_logits: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     reuse_logits: bool = False,
+    backend: Backend | None = None,
     chunk_elements: int | None = None,
 ) -> TokenLogprobs:
     """Log-probability of each target, and entropy, under softmax(logits / temperature).
@@ -44,6 +49,10 @@ def token_logprobs(
             is refused; in a tensor on an accelerator it gives NaN at that token instead, which the
             loss reports like any other non-finite value.
         entropy: also return the entropy in nats, with its gradient.
+        lse: also return log-sum-exp in nats, with its gradient (for a z-loss).
+        ref_logits: the reference model's logits, of the same shape and any of the dtypes; a constant. Then the exact
+            KL(p || q) over the vocabulary is returned as well, with its gradient; q is the reference's distribution
+            at the same temperature. Still one collective, of two more numbers a token. Runs eager.
         group: None where logits hold the whole vocabulary; else the tensor-parallel group, whose
             ranks hold equal contiguous shards in rank order and the same targets. Every rank of it
             makes the call, and all get the same bits.
@@ -53,12 +62,17 @@ def token_logprobs(
             no [T, Vl] tensor is ever added; a second backward is refused, and so is (by torch's
             version check) any other backward that needs them unchanged. Leaf or not does not
             matter. Without it the logits are never written to.
+        backend: "triton", "compiled" or "eager" by name (refused where it cannot run). None: Triton on
+            CUDA where it is installed; on a CPU compiled bodies from 16,384 columns on, if there is a
+            C++ compiler (the first call then compiles for some seconds); else, and for float64, eager.
+            The reasons are in `logprobs.backend_report()`, which `doctor` prints.
         chunk_elements: logits worked on at a time. Scratch memory is two buffers of this many
-            elements (one row at least) in the dtype of the maths, and a third in the logits' where
-            live rows have holes. None: on a CPU 2^18 a thread, which fits a core's cache; else 2^24.
+            elements (one row at least) in the dtype of the maths (eager), and a third in the logits'
+            where live rows have holes (eager, compiled). None: on a CPU 2^18 a thread, which fits a
+            core's cache; else 2^24.
 
     Returns:
-        TokenLogprobs: ``logprob`` and ``entropy`` (or None) of targets' shape, float32 (float64).
+        TokenLogprobs: ``logprob``, ``entropy``, ``lse`` and ``kl`` (or None) of targets' shape, float32 (float64).
 
     Rows whose upstream gradients are all exactly 0 get gradient 0, whatever their logits hold.
     First derivatives only: create_graph=True is refused.
@@ -72,11 +86,15 @@ def token_logprobs(
         on_cpu = logits.device.type == "cpu"
         chunk_elements = 2**18 * torch.get_num_threads() if on_cpu else 2**24
     check_inputs(logits, targets, chunk_elements)
+    if ref_logits is not None:
+        check_reference(ref_logits, logits, backend)
     shard = find_shard(logits.size(-1), group, vocab_size)
     inverse_tau = inverse_temperature(temperature, targets)
-    job = Job(shard, RowOrder.of(logits), entropy, reuse_logits, chunk_elements)
+    job = Job(shard, RowOrder.of(logits), entropy, lse, reuse_logits, choose(logits, backend), chunk_elements)
     if reuse_logits and logits.requires_grad and torch.is_grad_enabled():
         check_separate_rows(logits)
+    if ref_logits is not None:
+        both = ReferenceJob(shard, RowOrder.of(logits), entropy, lse, reuse_logits, chunk_elements)
+        return TokenLogprobs(*GivenBoth.apply(logits, ref_logits.detach(), targets, inverse_tau, both))
     # Where nothing requires a gradient, autograd drops the node and all that it would keep.
-    logprob, entropies = GivenLogits.apply(logits, targets, inverse_tau, job)
-    return TokenLogprobs(logprob, entropies)
+    return TokenLogprobs(*GivenLogits.apply(logits, targets, inverse_tau, job))

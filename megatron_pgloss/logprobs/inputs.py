@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_pgloss.errors import DataError, SpecError
+from megatron_pgloss.errors import DataError, SpecError, UnsupportedError
 
 LOGIT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -38,6 +38,20 @@ def check_inputs(logits: Tensor, targets: Tensor, chunk_elements: int) -> None:
         )
     if chunk_elements < 1:
         raise SpecError("chunk_elements must be positive", got=chunk_elements)
+
+
+def check_reference(ref_logits: Tensor, logits: Tensor, backend: str | None) -> None:
+    """Refuse reference logits that do not belong to the logits."""
+    if ref_logits.shape != logits.shape or ref_logits.device != logits.device:
+        raise DataError(
+            "reference logits do not belong to the logits",
+            expected=f"{list(logits.shape)} on {logits.device}",
+            got=f"{list(ref_logits.shape)} on {ref_logits.device}",
+        )
+    if ref_logits.dtype not in LOGIT_DTYPES:
+        raise DataError("reference logits have an unusable dtype", expected="a floating dtype", got=ref_logits.dtype)
+    if backend not in (None, "eager"):
+        raise UnsupportedError(f"the exact KL does not run on backend {backend!r}", fix="backend=None")
 
 
 def check_separate_rows(logits: Tensor) -> None:

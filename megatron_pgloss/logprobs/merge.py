@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .rows import join_entropy as _entropy
+from .rows import join_lse
 from .shard import VocabShard
 
 
@@ -34,11 +36,13 @@ def merge(stats_TC: Tensor, target_T: Tensor, shard: VocabShard) -> Merged:
 
     A target off the vocabulary has log-prob NaN, and so has a row without any finite logit.
     """
-    stats_RTC = _gather(stats_TC, shard)
+    return merge_gathered(_gather(stats_TC, shard), target_T, shard)
+
+
+def merge_gathered(stats_RTC: Tensor, target_T: Tensor, shard: VocabShard) -> Merged:
+    """The same from statistics of all shards."""
     lse_RT = stats_RTC[..., 0]
-    peak_T = lse_RT.amax(0)
-    centre_T = torch.where(peak_T == -math.inf, 0.0, peak_T)
-    lse_T = centre_T + (lse_RT - centre_T).exp().sum(0).log()
+    lse_T = join_lse(lse_RT)
     # Every rank finds the target's owner by itself, so the other ranks' columns are never added in.
     owner_T = (target_T // shard.columns).clamp(0, shard.size - 1)
     u_T = stats_RTC[..., -1].gather(0, owner_T[None])[0]
@@ -55,11 +59,3 @@ def _gather(stats_TC: Tensor, shard: VocabShard) -> Tensor:
     gathered = stats_TC.new_empty(shard.size * rows, columns)
     dist.all_gather_into_tensor(gathered, stats_TC, group=shard.group)
     return gathered.view(shard.size, rows, columns)
-
-
-def _entropy(lse_RT: Tensor, entropy_RT: Tensor, lse_T: Tensor) -> Tensor:
-    padding_RT = lse_RT == -math.inf  # not `<=`: NaN has to pass through
-    log_weight_RT = lse_RT - lse_T
-    share_RT = log_weight_RT.exp() * (entropy_RT - log_weight_RT)
-    total_T = torch.where(padding_RT, 0.0, share_RT).sum(0)
-    return torch.where(lse_T == -math.inf, math.nan, total_T)

@@ -2,15 +2,11 @@
 
 Shapes: `T` rows (tokens, in memory order), `C` statistics per row.
 
-Forward keeps the logits themselves (no copy) and a few numbers per token. With u = z/tau,
-y = u - lse, p = exp(y), upstream g (log-prob) and g_H (entropy), backward writes
-
-    dz_v = (1/tau) (p_v (A + B y_v) + g 1[v = target]),    A = -g - g_H H,    B = -g_H
+Forward keeps the logits themselves (no copy) and a few numbers per token; the gradient's formula is in `upstream`.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +14,13 @@ from torch import Tensor
 
 from megatron_pgloss.errors import UnsupportedError
 
+from .backends import Backend
 from .merge import Merged, merge
 from .order import RowOrder
+from .rows import maths_dtype
 from .shard import VocabShard
-from .sweep import maths_dtype, measure, write_gradient
+from .sweep import measure, write_gradient
+from .upstream import upstream_factors
 
 
 class Job(NamedTuple):
@@ -30,17 +29,19 @@ class Job(NamedTuple):
     shard: VocabShard
     order: RowOrder
     entropy: bool
+    lse: bool
     reuse_logits: bool
+    backend: Backend
     chunk_elements: int
 
 
 class GivenLogits(torch.autograd.Function):
-    """(logits, targets, 1/tau or None, job) to (log-prob, entropy or None), in targets' shape."""
+    """(logits, targets, 1/tau or None, job) to (log-prob, entropy or None, lse or None), in targets' shape."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, logits: Tensor, targets: Tensor, inverse_tau: Tensor | None, job: Job
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Measure and merge; keep what backward needs."""
         whole = _merged(logits, targets, inverse_tau, job)
         # No mark_dirty: reused logits are written in backward, forward leaves them as they are.
@@ -85,19 +86,21 @@ def _merged(logits: Tensor, targets: Tensor, inverse_tau: Tensor | None, job: Jo
         order=order,
         width=shard.width,
         entropy=job.entropy,
+        backend=job.backend,
         chunk_elements=job.chunk_elements,
     )
     return merge(stats_TC, target_T, shard)
 
 
-def _outputs(whole: Merged, logits: Tensor, job: Job) -> tuple[Tensor, Tensor | None]:
-    """Log-prob and entropy in targets' shape, in memory of their own: callers may write there."""
+def _outputs(whole: Merged, logits: Tensor, job: Job) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Log-prob, entropy and lse in targets' shape, in memory of their own: callers may write there."""
 
     def shaped(value_T: Tensor) -> Tensor:
         out = torch.empty(job.order.shape, dtype=maths_dtype(logits), device=logits.device)
         return out.copy_(job.order.unflatten(value_T))
 
-    return shaped(whole.logprob), None if whole.entropy is None else shaped(whole.entropy)
+    entropy = None if whole.entropy is None else shaped(whole.entropy)
+    return shaped(whole.logprob), entropy, shaped(whole.lse) if job.lse else None
 
 
 def _gradient(
@@ -108,34 +111,24 @@ def _gradient(
     whole: Merged,
     job: Job,
 ) -> Tensor:
-    """Per-row factors of the gradient, in float64, and the pass that writes it."""
+    """The factors of each row, and the pass that writes."""
     order = job.order
-    g_T, h_T = (None if g is None else order.flatten(g).double() for g in upstream)
-    if g_T is None:
-        g_T = torch.zeros_like(whole.lse)
+    g_T, h_T, lse_grad_T = (None if g is None else order.flatten(g) for g in upstream)
     tau_T = None if inverse_tau is None else order.flatten(inverse_tau)
-    scale_T = torch.ones_like(g_T) if tau_T is None else tau_T
-    a_T, b_T, live_T = -g_T, None, g_T != 0
-    if h_T is not None and whole.entropy is not None:
-        a_T, b_T, live_T = a_T - h_T * whole.entropy, -h_T * scale_T, live_T | (h_T != 0)
-    # A log-prob that is no number (label off the vocabulary, say) has no gradient to be plausible.
-    lost_T = (g_T != 0) & ~torch.isfinite(whole.logprob)
-    a_T = torch.where(lost_T, math.nan, a_T * scale_T)
-    # The target's own entry, once and in float64: its 1 - p must survive where p is nearly 1.
-    p_T = whole.logprob.exp()
-    entry_T = p_T * (a_T if b_T is None else a_T + b_T * whole.logprob) + g_T * scale_T
+    factors = upstream_factors(g_T, h_T, whole, tau_T, lse_grad_T=lse_grad_T)
     return write_gradient(
         logits,
-        a_T,
-        b_T,
-        entry_T=entry_T,
-        hit_T=g_T != 0,  # elsewhere the label has no part in the gradient, not by a bit
-        live_T=live_T,
+        factors.a_T,
+        factors.b_T,
+        entry_T=factors.entry_T,
+        hit_T=factors.hit_T,
+        live_T=factors.live_T,
         target_T=order.flatten(targets) - job.shard.start,
         lse_T=whole.lse,
         inverse_tau_T=tau_T,
         order=order,
         width=job.shard.width,
         reuse=job.reuse_logits,
+        backend=job.backend,
         chunk_elements=job.chunk_elements,
     )

@@ -21,3 +21,9 @@ class TokenLogprobs:
 
     entropy: Tensor | None = None
     """Same shape and dtype: ``-sum_v p_v log p_v``; None where it was not computed."""
+
+    lse: Tensor | None = None
+    """Same shape and dtype: ``log sum_v exp(z_v/tau)``, for a z-loss; None where it was not asked for."""
+
+    kl: Tensor | None = None
+    """Same shape and dtype: the exact ``KL(p || q)`` to the reference whose logits were given; None without."""

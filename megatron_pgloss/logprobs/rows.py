@@ -1,13 +1,11 @@
-"""The row maths in plain torch: the passes over one chunk, and what they need and give per row.
+"""What the two passes over a logits shard need and give per row, whichever backend runs them.
 
-Shapes: `R` rows of one chunk, `V` columns of this shard that are no padding, `T` rows in all.
-Nothing here knows of collectives or autograd. `row_sums` and `row_gradient` are the only functions
-that touch [R, V] and all that another backend has to replace.
+Shapes: `T` rows, `R` rows of one block or chunk, `V` columns of this shard that are no padding, `S`
+pieces into which a backend cuts the columns (each is summed by itself and joined in float64).
+Nothing here touches [R, V], knows of collectives or of autograd.
 
-Both work on d = (z - shift)/tau log2(e) and e = 2^d, the shift being the row's maximum (forward)
-or tau lse (backward). exp2 is chosen for its steady cost on CPUs (torch.exp falls to a slow path
-where results underflow) and exp2 + sum for accuracy (the sum inside torch.softmax loses 1e-5 at
-V = 150k in float32); plain in-place passes beat the fused operators there.
+All backends work on d = (z - shift)/tau log2(e) and e = 2^d, the shift being the piece's maximum
+(forward) or tau lse (backward). The difference comes first: near the shift it is exact.
 """
 
 from __future__ import annotations
@@ -23,34 +21,26 @@ LN2 = math.log(2.0)
 FLOOR = -1500.0
 
 
-class Scratch:
-    """Two buffers for one chunk, allocated once per pass: all the memory that grows with V."""
-
-    def __init__(self, like: Tensor, dtype: torch.dtype, columns: int, elements: int, rows: int):
-        self.columns = columns
-        self.rows = max(1, min(elements // max(columns, 1), rows))
-        self._flat = like.new_empty(2, self.rows * columns, dtype=dtype)
-
-    def pair(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Two [rows, V] buffers of undefined content."""
-        first, second = self._flat[:, : rows * self.columns]
-        return first.view(rows, self.columns), second.view(rows, self.columns)
-
-
 class RowSums(NamedTuple):
-    """What the forward pass finds per row, in the dtype of the maths, each [T, 1]."""
+    """What the forward pass finds per piece and row, in the dtype of the maths, each [S, T]."""
 
     peak: Tensor
     """m = max z."""
     total: Tensor
-    """S = sum e."""
+    """sum e."""
     moment: Tensor | None
     """sum e d, for the entropy."""
 
+    @staticmethod
+    def empty(like: Tensor, dtype: torch.dtype, pieces: int, rows: int, entropy: bool) -> RowSums:
+        """Memory for a backend to fill."""
+        peak, total, *moment = like.new_empty(3 if entropy else 2, pieces, rows, dtype=dtype)
+        return RowSums(peak, total, moment[0] if moment else None)
+
     def take(self, rows: slice) -> RowSums:
         """Views of some rows."""
-        moment = None if self.moment is None else self.moment[rows]
-        return RowSums(self.peak[rows], self.total[rows], moment)
+        moment = None if self.moment is None else self.moment[:, rows]
+        return RowSums(self.peak[:, rows], self.total[:, rows], moment)
 
 
 class RowFactors(NamedTuple):
@@ -63,55 +53,65 @@ class RowFactors(NamedTuple):
     b: Tensor | None
     shift: Tensor
     rate: Tensor | None
+    """log2(e)/tau, None at tau = 1."""
 
     def take(self, rows: slice | Tensor) -> RowFactors:
         """The factors of some rows."""
-        b, rate = self.b, self.rate
-        return RowFactors(
-            self.a[rows],
-            None if b is None else b[rows],
-            self.shift[rows],
-            None if rate is None else rate[rows],
-        )
+        return RowFactors(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
 
 
-def row_sums(z_RV: Tensor, rate_R1: Tensor | None, out: RowSums, scratch: Scratch) -> None:
-    """Fill ``out`` for one chunk. ``rate_R1`` is log2(e)/tau, None at tau = 1.
+class RowMarks(NamedTuple):
+    """Which rows have a gradient at all, and the one entry per row that is not e (a + b d)."""
 
-    A row of -inf alone has no maximum to subtract: its sums are NaN, which `shard_stats` expects.
-    """
-    d_RV, e_RV = scratch.pair(z_RV.size(0))
-    wide_RV = _widened(z_RV, d_RV)
-    torch.amax(wide_RV, -1, keepdim=True, out=out.peak)
-    _shifted(wide_RV, out.peak, rate_R1, d_RV)
-    torch.sum(torch.exp2(d_RV, out=e_RV), -1, keepdim=True, out=out.total)
-    if out.moment is not None:
-        torch.sum(d_RV.clamp_(min=FLOOR).mul_(e_RV), -1, keepdim=True, out=out.moment)
+    live: Tensor
+    """bool [T]: the others get 0 and are not looked at."""
+    column: Tensor
+    """int64 [T]: a legal column for every row, the target's where ``hit``."""
+    hit: Tensor
+    """bool [T]: the target is a column of this shard, and its log-prob has a gradient."""
+    entry: Tensor
+    """[T] in the logits' dtype: the gradient of the target's logit."""
 
-
-def row_gradient(z_RV: Tensor, rows: RowFactors, scratch: Scratch) -> Tensor:
-    """p_v (a + b log p_v) of one chunk, [R, V] in the dtype of the maths, lying in ``scratch``."""
-    d_RV, e_RV = scratch.pair(z_RV.size(0))
-    _shifted(_widened(z_RV, d_RV), rows.shift, rows.rate, d_RV)
-    torch.exp2(d_RV, out=e_RV)
-    if rows.b is None:
-        return e_RV.mul_(rows.a)
-    return e_RV.mul_(d_RV.clamp_(min=FLOOR).mul_(rows.b).add_(rows.a))
+    def take(self, rows: slice) -> RowMarks:
+        """Views of some rows."""
+        return RowMarks(*(x[rows] for x in self))
 
 
 def shard_stats(sums: RowSums, inverse_tau_T: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """(lse_r, H_r or None) of the shard's own distribution, float64 [T].
 
-    lse_r = m/tau + log S,  H_r = log S - ln 2 (sum e d)/S, both parts of which are >= 0. A row of
-    -inf alone has lse_r = -inf and no H_r (NaN).
+    Per piece lse = m/tau + log S and H = log S - ln 2 (sum e d)/S, both parts of which are >= 0.
+    A row of -inf alone has lse_r = -inf and no H_r (any number).
     """
-    log_total_T = sums.total[:, 0].double().log()
-    peak_T = _scaled(sums.peak[:, 0].double(), inverse_tau_T)
-    lse_T = torch.where(peak_T == -math.inf, -math.inf, peak_T + log_total_T)
+    log_total_ST = sums.total.double().log()
+    peak_ST = scaled(sums.peak.double(), inverse_tau_T)
+    lse_ST = torch.where(peak_ST == -math.inf, -math.inf, peak_ST + log_total_ST)
     if sums.moment is None:
-        return lse_T, None
-    mean_T = sums.moment[:, 0].double() * LN2 / sums.total[:, 0].double()
-    return lse_T, log_total_T - mean_T
+        return join_lse(lse_ST), None
+    mean_ST = sums.moment.double() * LN2 / sums.total.double()
+    lse_T = join_lse(lse_ST)
+    return lse_T, join_entropy(lse_ST, log_total_ST - mean_ST, lse_T)
+
+
+def join_lse(lse_ST: Tensor) -> Tensor:
+    """log sum_s exp(lse_s) over the first dimension; -inf where all are."""
+    if lse_ST.size(0) == 1:
+        return lse_ST[0]
+    peak_T = lse_ST.amax(0)
+    centre_T = torch.where(peak_T == -math.inf, 0.0, peak_T)
+    return centre_T + (lse_ST - centre_T).exp().sum(0).log()
+
+
+def join_entropy(lse_ST: Tensor, entropy_ST: Tensor, lse_T: Tensor) -> Tensor:
+    """H = sum_s W_s (H_s - log W_s), W_s = exp(lse_s - lse): the chain rule of entropy.
+
+    Parts with lse_s = -inf are selected out; where lse is -inf the result is NaN.
+    """
+    empty_ST = lse_ST == -math.inf  # not `<=`: NaN has to pass through
+    log_weight_ST = lse_ST - lse_T
+    share_ST = log_weight_ST.exp() * (entropy_ST - log_weight_ST)
+    total_T = torch.where(empty_ST, 0.0, share_ST).sum(0)
+    return torch.where(lse_T == -math.inf, math.nan, total_T)
 
 
 def row_factors(
@@ -127,7 +127,7 @@ def row_factors(
     """
     shift_T = (lse_T if inverse_tau_T is None else lse_T / inverse_tau_T).to(dtype)
     # The shift is rounded, so e = p exp(gap): the small gap is put right here, in float64.
-    gap_T = lse_T - _scaled(shift_T.double(), inverse_tau_T)
+    gap_T = lse_T - scaled(shift_T.double(), inverse_tau_T)
     weight_T = (-gap_T).exp()
     if b_T is not None:
         a_T, b_T = a_T - b_T * gap_T, (b_T * weight_T * LN2).to(dtype)[:, None]
@@ -140,15 +140,11 @@ def exp2_rate(inverse_tau_T: Tensor | None, dtype: torch.dtype) -> Tensor | None
     return None if inverse_tau_T is None else (inverse_tau_T / LN2).to(dtype)[:, None]
 
 
-def _widened(z_RV: Tensor, buffer_RV: Tensor) -> Tensor:
-    """The logits in the dtype of the maths: themselves, or copied into ``buffer_RV``."""
-    return z_RV if z_RV.dtype == buffer_RV.dtype else buffer_RV.copy_(z_RV)
+def maths_dtype(logits: Tensor) -> torch.dtype:
+    """Maths is float32, or float64 on float64 logits."""
+    return torch.promote_types(logits.dtype, torch.float32)
 
 
-def _shifted(wide_RV: Tensor, shift_R1: Tensor, rate_R1: Tensor | None, out_RV: Tensor) -> None:
-    """out = (z - shift) rate. The difference comes first: near the shift it is exact."""
-    torch.sub(wide_RV, shift_R1, out=out_RV).mul_(1 / LN2 if rate_R1 is None else rate_R1)
-
-
-def _scaled(z_T: Tensor, inverse_tau_T: Tensor | None) -> Tensor:
+def scaled(z_T: Tensor, inverse_tau_T: Tensor | None) -> Tensor:
+    """z/tau."""
     return z_T if inverse_tau_T is None else z_T * inverse_tau_T

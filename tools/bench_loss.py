@@ -1,0 +1,236 @@
+#!/usr/bin/env python3
+"""Time and memory of log-probs with entropy beside every peer that can be found; and the time of the rest of the loss.
+
+    python tools/bench_loss.py --shapes 2048x32768 512x151936 --dtypes bf16 fp32 --json bench.json --picture bench.png
+
+Every implementation runs once per round, in turn, on the same logits; medians over rounds are printed, with the ratio
+to the fastest peer that gives an entropy gradient and to the copy of the logits timed in the same rounds. Peak memory
+beyond the logits comes from a fresh process each. The loss is sum(logp) + 0.1 sum(H); where a peer gives no entropy,
+sum(logp) alone, and it says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
+
+import bench_peers
+import bench_view
+import torch
+import torch.distributed as dist
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def start_megatron(folder: str) -> str | None:
+    """Tensor parallelism of one for Megatron's and verl's functions; why not, where it cannot be had."""
+    try:
+        from megatron.core import parallel_state
+    except ImportError as error:
+        return f"megatron-core does not import: {error}"
+    store = dist.FileStore(str(Path(folder) / "store"), 1)
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    return None
+
+
+def clock() -> float:
+    """Seconds, after the device has finished."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def once(run: bench_peers.Run, inputs: list[torch.Tensor], targets: torch.Tensor) -> bool:
+    """Forward and backward; whether there was an entropy."""
+    for x in inputs:
+        x.grad = None
+    logprob, entropy = run(*inputs, targets)
+    (logprob.sum() if entropy is None else logprob.sum() + 0.1 * entropy.sum()).backward()
+    return entropy is not None
+
+
+def data(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Logits [T, V], or hidden [T, H] and weight [V, H]; and targets [T]."""
+    torch.manual_seed(0)
+    vocab = shape[-1]
+    if len(shape) == 2:
+        inputs = [(3 * torch.randn(shape, device=DEVICE)).to(dtype)]
+    else:
+        tokens, hidden, _ = shape
+        inputs = [torch.randn(tokens, hidden, device=DEVICE), torch.randn(vocab, hidden, device=DEVICE) / hidden**0.5]
+        inputs = [x.to(dtype) for x in inputs]
+    return [x.requires_grad_() for x in inputs], torch.randint(0, vocab, (shape[0],), device=DEVICE)
+
+
+def race(runs: dict[str, bench_peers.Run], shape: tuple[int, ...], dtype: torch.dtype, rounds: int) -> dict[str, dict]:
+    """Median wall milliseconds of each, interleaved, and of copying the logits."""
+    inputs, targets = data(shape, dtype)
+    base = [x.detach().clone() for x in inputs]
+    logits = torch.zeros(shape[0], shape[-1], dtype=dtype, device=DEVICE)
+    other = torch.zeros_like(logits)
+    taken: dict[str, list[float]] = {"copy": []}
+    entropy = {}
+    for turn in range(rounds + 1):  # the first warms up
+        for name, run in runs.items():
+            with torch.no_grad():  # some write over what they are given
+                for x, kept in zip(inputs, base, strict=True):
+                    x.copy_(kept)
+            start = clock()
+            entropy[name] = once(run, inputs, targets)
+            if turn:
+                taken.setdefault(name, []).append(clock() - start)
+        start = clock()
+        other.copy_(logits)
+        if turn:
+            taken["copy"].append(clock() - start)
+    return {name: {"ms": 1e3 * statistics.median(times), "entropy": entropy.get(name)} for name, times in taken.items()}
+
+
+def resident(key: str) -> int:
+    """Bytes of this process: `VmRSS` now, `VmHWM` at most."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def peak_extra(run: bench_peers.Run, shape: tuple[int, ...], dtype: torch.dtype) -> float:
+    """Bytes beyond the inputs at the peak of one pass, per logit. Compiled code is made at a small shape before."""
+    small = (256, *shape[1:-1], 2**14 + 64)
+    once(run, *data(small, dtype))
+    inputs, targets = data(shape, dtype)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        once(run, inputs, targets)
+        return (torch.cuda.max_memory_allocated() - before) / (shape[0] * shape[-1])
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    once(run, inputs, targets)
+    return (resident("VmHWM") - before) / (shape[0] * shape[-1])
+
+
+def in_fresh_process(name: str, shape: str, dtype: str) -> float | None:
+    """`peak_extra` of one implementation; None where that process fails."""
+    command = [sys.executable, __file__, "--peak-of", name, "--shapes", shape, "--dtypes", dtype]
+    # glibc gives large blocks back at once, so that the peak is of what is alive.
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+    return float(ran.stdout.split()[-1]) if ran.returncode == 0 else None
+
+
+def usable(found: Any, skipped: dict[str, str]) -> dict[str, bench_peers.Run]:
+    """What can run; the rest with its reason in ``skipped``."""
+    runs: dict[str, bench_peers.Run] = {}
+    for name, run in found:
+        if isinstance(run, str):
+            skipped[name] = run
+        else:
+            runs[name] = run
+    return runs
+
+
+def rest_of_the_loss(rounds: int) -> dict[str, float]:
+    """Milliseconds per 100k tokens of plan, and of objective with metrics, forward and backward; one micro-batch."""
+    import megatron_pgloss as pg
+
+    rows, width = 50, 2000
+    tokens = torch.randint(0, 1000, (rows, width))
+    draw = torch.randn(2, rows, width) * 0.1 - 1
+    batch = pg.TokenBatch.from_padded(
+        tokens=tokens, lengths=torch.full((rows,), width), action_mask=(torch.arange(width) > 200).expand(rows, width),
+        advantages=torch.randn(rows), old_logprobs=draw[0], ref_logprobs=draw[1],
+        prompt_ids=torch.arange(rows) // 8,
+    )  # fmt: skip
+    spec = pg.presets.grpo()
+    taken: dict[str, list[float]] = {"plan": [], "objective and metrics": []}
+    for turn in range(rounds + 1):
+        start = time.perf_counter()
+        micro = next(iter(pg.plan([batch], spec, split=pg.Split(sequences=rows)).microbatches()))
+        middle = time.perf_counter()
+        logp = (draw[0] + 0.01).requires_grad_()
+        pg.policy_loss(pg.TokenLogprobs(logprob=logp, entropy=torch.ones(rows, width)), micro).loss.backward()
+        if turn:
+            taken["plan"].append(middle - start)
+            taken["objective and metrics"].append(time.perf_counter() - middle)
+    return {name: 1e3 * statistics.median(times) for name, times in taken.items()}
+
+
+def main() -> None:
+    """Run what the flags ask for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="*", default=["2048x32768", "512x151936"], help="TxV")
+    parser.add_argument("--heads", nargs="*", default=["1024x1024x32768"], help="TxHxV; none: `--heads` alone")
+    parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"], choices=list(DTYPES))
+    parser.add_argument("--head-dtypes", nargs="+", default=["bf16"], choices=list(DTYPES))
+    parser.add_argument("--backends", nargs="+", default=["triton", "compiled", "eager"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument(
+        "--memory", action=argparse.BooleanOptionalAction, default=True, help="peaks of the first shape and dtype"
+    )
+    parser.add_argument("--json")
+    parser.add_argument("--picture")
+    parser.add_argument("--page", help="a Markdown page whose part between the bench markers is replaced")
+    parser.add_argument("--peak-of", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        megatron = start_megatron(folder)
+        if options.peak_of:
+            shape = tuple(map(int, options.shapes[0].split("x")))
+            found = bench_peers.logits_given(options.backends, megatron) if len(shape) == 2 else bench_peers.heads()
+            print(peak_extra(usable(found, {})[options.peak_of], shape, DTYPES[options.dtypes[0]]))
+        else:
+            measure(options, megatron)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def measure(options: argparse.Namespace, megatron: str | None) -> None:
+    """All tables, printed and written."""
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    report: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "device": DEVICE, "threads": options.threads}
+    flags = Path("/proc/cpuinfo").read_text() if DEVICE == "cpu" else ""
+    machine = f"{platform.machine()}{', AVX-512' if 'avx512f' in flags else ''}, {os.cpu_count()} cores"
+    report["machine"] = torch.cuda.get_device_name() if DEVICE == "cuda" else machine
+    report |= {"versions": versions, "load": os.getloadavg()[0], "rounds": options.rounds, "tables": {}}
+    print({name: report[name] for name in ("date", "machine", "threads", "load", "rounds", "versions")})
+    for text in [*options.shapes, *options.heads]:
+        shape = tuple(map(int, text.split("x")))
+        dtypes = options.dtypes if len(shape) == 2 else options.head_dtypes
+        for dtype in dtypes:
+            found = bench_peers.logits_given(options.backends, megatron) if len(shape) == 2 else bench_peers.heads()
+            skipped: dict[str, str] = {}
+            runs = usable(found, skipped)
+            results = race(runs, shape, DTYPES[dtype], options.rounds)
+            if options.memory and dtype == dtypes[0] and text in (options.shapes[:1] + options.heads[:1]):
+                for name in runs:
+                    results[name]["extra"] = in_fresh_process(name, text, dtype)
+            title = f"{'logits' if len(shape) == 2 else 'head'} {text} {dtype}"
+            report["tables"][title] = {"results": results, "skipped": skipped}
+            bench_view.show(title, results, skipped)
+    report["rest"] = rest_of_the_loss(options.rounds)
+    print("\nper 100k tokens, one micro-batch:", {name: f"{ms:.1f} ms" for name, ms in report["rest"].items()})
+    if options.json:
+        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+    if options.picture:
+        bench_view.draw(report, options.picture)
+    if options.page:
+        bench_view.write_page(report, Path(options.page), " ".join(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()
