@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_pgloss.errors import LayoutError, NonFiniteError
 from megatron_pgloss.megatron.layout import Layout
-from megatron_pgloss.metrics import Metric, merge_all, unpack
+from megatron_pgloss.metrics import Metric, fold
 from megatron_pgloss.planning import Plan
 from megatron_pgloss.planning.sets import where
 from megatron_pgloss.rollouts import TokenBatch, broken
@@ -38,7 +38,7 @@ def collect(
     """
     # A report without our entries is none: better said on every rank than a KeyError on this one.
     ours = [report for report in reports if all(name in report for name in names)]
-    mine = merge_all({name: unpack(name, report[name]) for name in names} for report in ours)
+    mine = fold(names, torch.stack([torch.stack([report[name] for name in names]) for report in ours])) if ours else {}
     row = torch.zeros(_HEAD + _TEXT + 2 * len(names), dtype=torch.int64)
     row[0], row[3] = int(layout.speaks), int(plan.updated)
     row[1] = len(ours) - plan.num_microbatches if layout.last_stage else 0
@@ -59,17 +59,27 @@ def collect(
             where=f"rank {wrong[0]}",
             fix="pass finish what forward_backward_func returned for this step, once",
         )
-    parts, place = [], None
-    for rank, other in enumerate(rows):
-        if other[0] != 1:
-            continue
-        pairs = other[_HEAD + _TEXT :].contiguous().view(torch.float64).reshape(-1, 2)
-        parts.append({name: unpack(name, pair) for name, pair in zip(names, pairs, strict=True)})
-        text = other[_HEAD:].contiguous().view(torch.uint8).numpy().tobytes()[: int(other[2])]
-        if place is None and text:
-            # Cut to its room in bytes, which may split a character.
-            place = f"rank {rank}, {text.decode(errors='ignore')}"
-    return merge_all(parts), place, bool((rows[rows[:, 0] == 1, 3] == 1).any())
+    speaking = rows[:, 0] == 1
+    numbers = rows[speaking, _HEAD + _TEXT :].contiguous().view(torch.float64).reshape(-1, len(names), 2)
+    place = None
+    faulty = (speaking & (rows[:, 2] > 0)).nonzero().flatten().tolist()
+    if faulty:
+        text = rows[faulty[0], _HEAD:].contiguous().view(torch.uint8).numpy().tobytes()[: int(rows[faulty[0], 2])]
+        # Cut to its room in bytes, which may split a character.
+        place = f"rank {faulty[0]}, {text.decode(errors='ignore')}"
+    return fold(names, numbers), place, bool((rows[speaking, 3] == 1).any())
+
+
+def results(metrics: Mapping[str, Metric], plan: Plan) -> dict[str, float]:
+    """The step's numbers by name: metrics, the plan's counts, effective sample sizes, the loss with coefficients."""
+    found = {name: metric.result() for name, metric in metrics.items() if not name.endswith("/fault_at")}
+    for name, counts in plan.counts.items():
+        found |= {f"{name}/n_{what.replace(' ', '_')}": float(count) for what, count in counts.items()}
+        if f"{name}/ratio_sq" in found:
+            # Of the member tokens, how many equally weighted ones the ratios are worth: (sum r)^2 / (n sum r^2).
+            found[f"{name}/ess"] = found[f"{name}/ratio"] ** 2 / found[f"{name}/ratio_sq"]
+    found["loss"] = sum(coef * found[f"{name}/loss"] for name, coef in plan.coef.items())
+    return found
 
 
 def _place(mine: Mapping[str, Metric], plan: Plan) -> str:

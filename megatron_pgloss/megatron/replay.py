@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_pgloss.planning import MicroBatch, Plan
 from megatron_pgloss.rollouts import TokenBatch
-from megatron_pgloss.scoring import gather_tokens, into_batches
+from megatron_pgloss.scoring import decided, gather_tokens, into_batches
 
 if TYPE_CHECKING:
     from megatron_pgloss.megatron.step import PolicyLossStep
@@ -22,15 +22,32 @@ def score(
     step: PolicyLossStep, made: Plan, batches: Sequence[TokenBatch], chunks: list[Any], into: str
 ) -> list[TokenBatch]:
     """Log-probs of every target under ``chunks``' weights, into stream ``into`` of the batches, on every rank."""
+    return into_batches(batches, whole_pass(step, made, chunks, entropy=False)[0], into)
+
+
+def statistics(step: PolicyLossStep, made: Plan) -> Plan:
+    """``made`` with everything decided that needs the whole step, from one forward-only pass over it."""
+    entropy = step.spec.needs_entropy
+    streams = whole_pass(step, made, step.chunks, entropy=entropy)
+    return decided(made, streams[0], streams[1] if entropy else None)
+
+
+def whole_pass(step: PolicyLossStep, made: Plan, chunks: list[Any], *, entropy: bool) -> list[Tensor]:
+    """Run ``made``'s micro-batches forward-only, in eval mode: log-probs, and entropies, of this rank's whole rows.
+
+    Returns:
+        CPU float [T] each, on every rank.
+    """
     micros: list[MicroBatch] = []
 
     def forward_step(data_iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
         micro = next(data_iterator)
         return step.run_model(micro, model), lambda logits, non_loss_data=True: _keep(micro, logits)
 
-    def _keep(micro: MicroBatch, logits: Tensor) -> Tensor:
+    def _keep(micro: MicroBatch, logits: Tensor) -> list[Tensor]:
         micros.append(micro)
-        return step.logprobs(micro, logits, entropy=False).logprob
+        scored = step.logprobs(micro, logits, entropy=entropy)
+        return [part for part in (scored.logprob, scored.entropy) if part is not None]
 
     training = [(module, module.training) for chunk in chunks for module in chunk.modules()]
     for chunk in chunks:
@@ -45,9 +62,29 @@ def score(
         for module, was in training:
             module.training = was
     total = 0 if made.batch is None else made.batch.tokens_T.numel()
-    double = step.config.params_dtype == torch.float64
-    values_T = gather_tokens(zip(micros, scores, strict=True), total, torch.float64 if double else torch.float32)
-    return into_batches(batches, whole_rows(values_T, step), into)
+    found = [
+        gather_tokens(((micro, one[i]) for micro, one in zip(micros, scores, strict=True)), total, dtype_of(step))
+        for i in range(1 + entropy)
+    ]
+    return list(whole_rows(torch.stack(found), step))
+
+
+def dtype_of(step: PolicyLossStep) -> torch.dtype:
+    """Of log-probs: float64 where the model is, else float32."""
+    return torch.float64 if step.config.params_dtype == torch.float64 else torch.float32
+
+
+def settle(step: PolicyLossStep, made: Plan) -> None:
+    """With ``old="record"``, after an update: give the rows in their first update whole rows of the log-probs that the
+    loss saw, on every rank. Nothing where a replica has no such row.
+    """
+    recorder = made.recorder
+    if recorder is None or recorder.batch is None or not recorder.wanted:
+        return
+    values_T = torch.zeros(recorder.batch.tokens_T.numel(), dtype=dtype_of(step))
+    if step.layout.last_stage:
+        values_T = recorder.laid_out()[0].to(values_T.dtype)
+    recorder.settle(whole_rows(values_T, step))
 
 
 def run_forward(step: PolicyLossStep, made: Plan, forward_step: Any, chunks: list[Any]) -> list[Any]:
@@ -74,7 +111,7 @@ def run_forward(step: PolicyLossStep, made: Plan, forward_step: Any, chunks: lis
 
 
 def whole_rows(values_T: Tensor, step: PolicyLossStep) -> Tensor:
-    """Join the shards of context-parallel ranks and send them from the last stage to all: CPU float [T] on every
+    """Join the shards of context-parallel ranks and send them from the last stage to all: CPU float [..., T] on every
     rank.
     """
     layout = step.layout

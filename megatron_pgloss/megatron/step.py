@@ -9,22 +9,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError, LayoutError, SpecError
-from megatron_pgloss.logprobs import TokenLogprobs, token_logprobs
-from megatron_pgloss.megatron import exchange, factors, modes, replay
+from megatron_pgloss.logprobs import TokenLogprobs
+from megatron_pgloss.megatron import counting, exchange, factors, inputs, modes, mtp, replay
 from megatron_pgloss.megatron.context_parallel import shard
+from megatron_pgloss.megatron.head import HeadMode, make_head
 from megatron_pgloss.megatron.layout import Layout
 from megatron_pgloss.objective import policy_loss
 from megatron_pgloss.objective.measure import names
 from megatron_pgloss.planning import Arrangement, MicroBatch, Plan, Split, plan
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.spec import LossSpec
-
-_INT32 = 2**31
 
 
 class PolicyLossStep:
@@ -42,6 +40,10 @@ class PolicyLossStep:
         reuse_logits: write the logits' gradient into their own storage.
         vocab_size: the tokenizer's. Columns from here on are padding (their number depends on tensor parallelism), no
             part of the softmax; None: every column of the model is a token, as in Megatron's own cross entropy.
+        head: ``given``: log-probs from the model's logits. Else from its hidden states and the head's weight, for
+            tokens that the loss reads alone: ``keep``, ``recompute``, ``forward``, ``auto``
+            (`megatron_pgloss.megatron.head.FusedHead`).
+        head_memory: bytes that ``auto`` may spend on kept logits.
 
     Raises:
         UnsupportedError: a refused mode (`megatron_pgloss.megatron.modes`), or factors that cannot be established.
@@ -59,6 +61,8 @@ class PolicyLossStep:
         allow_empty_microbatches: bool = False,
         reuse_logits: bool = True,
         vocab_size: int | None = None,
+        head: HeadMode = "given",
+        head_memory: int = 2**31,
     ) -> None:
         if on_nonfinite not in ("raise", "skip", "report"):
             raise SpecError(f"on_nonfinite={on_nonfinite!r}", expected="'raise', 'skip' or 'report'")
@@ -72,9 +76,13 @@ class PolicyLossStep:
         self.schedule_factor = factors.schedule_factor(self.config, self.layout)
         self.wrapper_factor = factors.wrapper_factor(self.chunks, self.layout)
         self.vocab_size: int | None = vocab_size or getattr(bare[0], "vocab_size", None)
-        self._allow_empty, self._reuse = allow_empty_microbatches, reuse_logits
+        self.head = make_head(
+            head, bare, self.layout, spec, vocab_size=self.vocab_size, reuse=reuse_logits, memory=head_memory
+        )
+        self._allow_empty = allow_empty_microbatches
         self._plan: Plan | None = None
-        self._routed_tokens = 0
+        self._counted = 0  # Megatron's token count of the step, in per-token mode
+        self._mtp = mtp.Weight(self.config)
         self.should_step = True
         """Whether the optimizer should step, after `finish`: False where faults are skipped or nothing can move the
         policy.
@@ -82,13 +90,19 @@ class PolicyLossStep:
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
-    def begin(self, batches: Sequence[TokenBatch], *, coef: Mapping[str, float] | None = None) -> Plan:
+    def begin(
+        self, batches: Sequence[TokenBatch], *, coef: Mapping[str, float] | None = None, version: int | None = None
+    ) -> Plan:
         """Plan one optimizer step. A collective over the world.
+
+        Where the spec decides something over the whole step (`LossSpec.needs_statistics`), the model is first run over
+        the micro-batches forward-only, in eval mode.
 
         Args:
             batches: this data-parallel rank's share, the same on all its tensor, context and pipeline ranks; ``[]`` is
                 legal.
             coef: coefficients of this step by component name.
+            version: version of the weights being trained, for `Staleness` and ``old="interpolate"``.
 
         Returns:
             The plan; also read through ``num_microbatches``, ``seq_length``, ``micro_batch_size``.
@@ -96,37 +110,32 @@ class PolicyLossStep:
         Raises:
             PGLossError: the same on every rank.
         """
-        self._plan = None
-        made = self._make_plan(batches, self.spec, coef)
+        self.close()
+        made = self._make_plan(batches, self.spec, coef=coef, version=version)
         empty = made.job["empty_microbatches"]
-        if empty and self._has_moe_losses and not self._allow_empty:
+        if empty and counting.has_moe_losses(self.config) and not self._allow_empty:
             raise LayoutError(
                 "a micro-batch would be empty, and MoE auxiliary losses average over it",
                 expected="no empty micro-batch",
                 got=f"{empty} of {made.num_microbatches * made.ranks.data_size}",
                 fix="fewer micro-batches (a larger Split), more rows, or allow_empty_microbatches=True",
             )
-        self._routed_tokens = self._routed(made) if self.per_token else 0
-        if self._routed_tokens >= _INT32:
-            raise LayoutError(
-                "the step routes more tokens than Megatron's int32 counter holds",
-                expected=f"< {_INT32}",
-                got=self._routed_tokens,
-                fix="calculate_per_token_loss=False, or smaller steps",
-            )
+        if made.needs_statistics:
+            made = replay.statistics(self, made)
+        self._counted = counting.total(made, self.layout, padding=self._padding_counts) if self.per_token else 0
+        if self.per_token and mtp.active(self.config):
+            self._mtp.open(self._counted, made.job["actions"])
         self._plan = made
         self.should_step = made.has_signal
         return made
 
-    def _make_plan(
-        self, batches: Sequence[TokenBatch], spec: LossSpec | None, coef: Mapping[str, float] | None = None
-    ) -> Plan:
+    def _make_plan(self, batches: Sequence[TokenBatch], spec: LossSpec | None, **more: Any) -> Plan:
         interleaved = None
         if len(self.chunks) > 1:
             interleaved = (int(self.config.microbatch_group_size_per_vp_stage), self.layout.pp_size)
         return plan(
-            batches, spec, split=self.split, coef=coef, ranks=self.layout.ranks, arrangement=self._arrangement,
-            interleaved=interleaved, vocab_size=self.vocab_size,
+            batches, spec, split=self.split, ranks=self.layout.ranks, arrangement=self._arrangement,
+            interleaved=interleaved, vocab_size=self.vocab_size, **more,
         )  # fmt: skip
 
     @property
@@ -138,12 +147,14 @@ class PolicyLossStep:
         fixed = not (self.config.variable_seq_lengths and experts == 1)
         return Arrangement(multiple=math.lcm(multiple, self.split.multiple_of), fixed=fixed, left=True)
 
+    def close(self) -> None:
+        """Leave the open step without `finish`, after an error say; Megatron's config is as it was before `begin`."""
+        self._plan = None
+        self._mtp.close()
+
     @property
-    def _has_moe_losses(self) -> bool:
-        if not getattr(self.config, "num_moe_experts", None):
-            return False
-        aux = getattr(self.config, "moe_aux_loss_coeff", 0) or 0
-        return bool(max(aux) if isinstance(aux, list | tuple) else aux) or bool(self.config.moe_z_loss_coeff)
+    def _padding_counts(self) -> bool:
+        return counting.all_positions(self.config, fixed=self._arrangement.fixed)
 
     @property
     def plan(self) -> Plan:
@@ -166,16 +177,6 @@ class PolicyLossStep:
     def micro_batch_size(self) -> int:
         """For the schedule: rows per micro-batch; 1 where packed."""
         return self.plan.rows_per_microbatch
-
-    def _routed(self, made: Plan) -> int:
-        """Positions that enter the model in the whole step, padding included: what Megatron's token count must add up
-        to.
-        """
-        if made.arrangement.fixed:
-            return made.width * made.rows_per_microbatch * made.num_microbatches * made.ranks.data_size
-        mine = sum(math.prod(micro.shape) for micro in made.microbatches("cpu"))
-        ranks = self.layout.ranks
-        return int(ranks.gather(torch.tensor([mine]), ranks.data, ranks.data_size).sum())
 
     # ---- the schedule's callbacks ---------------------------------------------------------------------------------
 
@@ -202,30 +203,20 @@ class PolicyLossStep:
         micro = next(data_iterator)
         return self.run_model(micro, model), self.loss_func(micro)
 
-    def run_model(self, micro: MicroBatch, model: Any) -> Any:
-        """The model's output on ``micro``: vocabulary-parallel logits ``[b, s, V/tp]`` on the last stage."""
-        extra: dict[str, Any] = {}
-        if micro.cu_seqlens is not None:
-            cu = micro.cu_seqlens.to(micro.device, non_blocking=True)
-            extra["packed_seq_params"] = PackedSeqParams(
-                qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=cu, cu_seqlens_kv_padded=cu,
-                max_seqlen_q=micro.max_seqlen, max_seqlen_kv=micro.max_seqlen,
-            )  # fmt: skip
-        if modes.in_chain(model, "Float16Module"):
-            # It would upcast the logits: twice the memory, and more traffic than the whole loss.
-            extra["fp32_output"] = False
-        return model(micro.input_ids, micro.position_ids, None, **extra)
+    def run_model(self, micro: MicroBatch, model: Any, **more: Any) -> Any:
+        """The model's output on ``micro``: vocabulary-parallel logits ``[b, s, V/tp]`` on the last stage, or hidden
+        states with a fused head.
 
-    def logprobs(self, micro: MicroBatch, logits: Tensor, *, entropy: bool) -> TokenLogprobs:
-        """Log-probs of ``micro.targets`` under the sampler's temperature; one collective over tensor-parallel ranks."""
-        if logits.shape[:2] != micro.shape:
-            raise DataError(
-                "the model's output has the wrong shape", expected=[*micro.shape, "V/tp"], got=list(logits.shape)
-            )
-        return token_logprobs(
-            logits, micro.targets, temperature=micro.temperature, entropy=entropy, group=self.layout.tp,
-            vocab_size=self.vocab_size, reuse_logits=self._reuse,
-        )  # fmt: skip
+        Args:
+            more: keyword arguments of the model's ``forward``, over the step's own.
+        """
+        given = inputs.keywords(micro, model, self.config)
+        with self.head.attached(unwrap_model(model)) as own:
+            return model(micro.input_ids, micro.position_ids, None, **(given | own | more))
+
+    def logprobs(self, micro: MicroBatch, output: Tensor, *, entropy: bool) -> TokenLogprobs:
+        """Log-probs of ``micro.targets`` from what `run_model` gave."""
+        return self.head.logprobs(micro, output, entropy=entropy)
 
     def loss_func(self, micro: MicroBatch) -> Callable[..., Any]:
         """Megatron's ``loss_func`` for one micro-batch, in the return form of the config's mode."""
@@ -238,9 +229,10 @@ class PolicyLossStep:
                 return report
             factor = 1 / (self.schedule_factor * self.wrapper_factor)
             if self.per_token:
-                # Megatron divides by the routed tokens of all ranks, so that MoE losses keep their weight.
-                count = torch.full((), math.prod(micro.shape), dtype=torch.int32, device=logits.device)
-                return out.loss * (factor / factors.per_token_factor(self._routed_tokens)), count, report
+                # Megatron divides by the sum of these counts over all ranks.
+                tokens = counting.of(micro, padding=self._padding_counts)
+                count = torch.full((), tokens, dtype=torch.int32, device=logits.device)
+                return out.loss * (factor / factors.per_token_factor(self._counted)), count, report
             return out.loss * (factor * made.num_microbatches), report
 
         return loss
@@ -276,6 +268,7 @@ class PolicyLossStep:
             NonFiniteError: with ``on_nonfinite="raise"``, on every rank alike.
         """
         made = self.plan
+        self._mtp.close()
         # Read from the plan: the streams it carries are agreed, so all ranks expect the same vector.
         streams = frozenset(made.table)
         wanted = [
@@ -285,14 +278,13 @@ class PolicyLossStep:
         if updated:  # an evaluation is none
             made.mark_updated()
         self._plan = None
-        results = {name: metric.result() for name, metric in metrics.items() if not name.endswith("/fault_at")}
-        for name, counts in made.counts.items():
-            results |= {f"{name}/n_{what.replace(' ', '_')}": float(count) for what, count in counts.items()}
-            if f"{name}/ratio_sq" in results:
-                # Of the member tokens, how many equally weighted ones the ratios are worth: (sum r)^2 / (n sum r^2).
-                results[f"{name}/ess"] = results[f"{name}/ratio"] ** 2 / results[f"{name}/ratio_sq"]
-        results["loss"] = sum(coef * results[f"{name}/loss"] for name, coef in made.coef.items())
+        results = exchange.results(metrics, made)
         error = exchange.nonfinite(metrics, place)
+        if made.recorder is not None and updated:
+            if error is None or self.on_nonfinite == "report":
+                replay.settle(self, made)
+            else:
+                made.recorder.forget()
         results["skipped"] = float(error is not None and self.on_nonfinite == "skip")
         if error is not None and self.on_nonfinite == "raise":
             raise error

@@ -1,8 +1,8 @@
 """Make Megatron-Core, which asks CUDA by name, run in a process that has none.
 
 Everything here is either a stand-in for a CUDA object (device, stream, event, generator) or a rewrite of a call
-that names CUDA. None of it changes arithmetic, with one exception that is said where it stands: a router softmax
-that pins float32 stays float64 in a float64 model.
+that names CUDA. None of it changes arithmetic, with two exceptions that are said where they stand: a router softmax
+and Megatron's cross entropy, which pin float32, stay float64 in a float64 model.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from megatron_pgloss.errors import UnsupportedError
 
 _CPU = torch.device("cpu")
+_CROSS_ENTROPY = "megatron.core.tensor_parallel.cross_entropy"
 _ENABLED = False
 
 
@@ -75,8 +76,8 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
-def _caller_is_megatron(depth: int = 2) -> bool:
-    return sys._getframe(depth).f_globals.get("__name__", "").startswith("megatron.core")
+def _caller_is_megatron(depth: int = 2, of: str = "megatron.core") -> bool:
+    return sys._getframe(depth).f_globals.get("__name__", "").startswith(of)
 
 
 class _CpuMode(TorchFunctionMode):
@@ -102,6 +103,10 @@ class _CpuMode(TorchFunctionMode):
                 and _caller_is_megatron()
             ):
                 kwargs = {**kwargs, "dtype": torch.float64}
+        # Megatron's cross entropy (of multi-token prediction) works in float32, which would end that agreement too. A
+        # copy, as the conversion makes one: the function overwrites it.
+        if func is torch.Tensor.float and args[0].dtype is torch.float64 and _caller_is_megatron(of=_CROSS_ENTROPY):
+            return args[0].clone()
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):

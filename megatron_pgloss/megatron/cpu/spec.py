@@ -8,7 +8,8 @@ from megatron_pgloss.megatron.cpu.attention import CoreAttention
 from megatron_pgloss.megatron.cpu.norm import Norm
 
 
-def _layer(config: Any, experts: int | None) -> Any:
+def layer_spec(config: Any, experts: int | None) -> Any:
+    """One GPT layer, dense or with ``experts`` experts."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     spec = get_gpt_layer_local_spec(
@@ -57,6 +58,30 @@ def cpu_layer_spec(config: Any, *, vp_stage: int | None = None) -> Any:
 
     start = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage)
-    specs = {flag: _layer(config, config.num_moe_experts if flag else None) for flag in set(_is_expert_layer(config))}
+    specs = {
+        flag: layer_spec(config, config.num_moe_experts if flag else None) for flag in set(_is_expert_layer(config))
+    }
     layers = [specs[flag] for flag in _is_expert_layer(config)[start : start + count]]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
+
+
+def cpu_mtp_spec(config: Any, decoder: Any, *, vp_stage: int | None = None) -> Any:
+    """For ``GPTModel(mtp_block_spec=...)``: layers like the decoder's last, on the last stage.
+
+    Args:
+        config: the model's ``TransformerConfig``.
+        decoder: this stage's `cpu_layer_spec`.
+        vp_stage: index of the model chunk on this rank, under virtual pipelining.
+
+    Returns:
+        A block spec, or None where this chunk predicts nothing more.
+    """
+    if not getattr(config, "mtp_num_layers", None):
+        return None
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    block = get_gpt_mtp_block_spec(config, decoder, use_transformer_engine=False, vp_stage=vp_stage)
+    for layer in block.layer_specs if block is not None else ():
+        parts = layer.submodules
+        parts.enorm = parts.hnorm = parts.layer_norm = Norm
+    return block

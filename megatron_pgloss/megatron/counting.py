@@ -1,0 +1,65 @@
+"""Megatron's token count under ``calculate_per_token_loss``: what each micro-batch reports, and what they add up to.
+
+Any count would do for the policy loss, which is multiplied by the sum and divided by it again. Losses that Megatron
+scales by the tokens of a micro-batch (MoE auxiliary and z-loss) keep their weight only if every position that enters
+the model counts, padding too. Where there are none of those and shapes differ from rank to rank, real tokens are
+counted: the plan knows their number already, and no collective is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from megatron_pgloss.errors import LayoutError
+from megatron_pgloss.megatron.layout import Layout
+from megatron_pgloss.planning import MicroBatch, Plan
+
+_INT32 = 2**31
+
+
+def has_moe_losses(config: Any) -> bool:
+    """Whether the model adds MoE auxiliary or z-losses, which Megatron averages over micro-batches."""
+    if not getattr(config, "num_moe_experts", None):
+        return False
+    aux = getattr(config, "moe_aux_loss_coeff", 0) or 0
+    return bool(max(aux) if isinstance(aux, list | tuple) else aux) or bool(config.moe_z_loss_coeff)
+
+
+def all_positions(config: Any, *, fixed: bool) -> bool:
+    """Whether padding counts too: where it must, and where the total is known anyway because all shapes are one."""
+    return fixed or has_moe_losses(config) or getattr(config, "experimental_attention_variant", None) is not None
+
+
+def of(micro: MicroBatch, *, padding: bool) -> int:
+    """Tokens of this shard, with or without its padding."""
+    return math.prod(micro.shape) if padding else int((micro.index_N >= 0).sum())
+
+
+def total(made: Plan, layout: Layout, *, padding: bool) -> int:
+    """What `of` adds up to over the job's shards. A gather over data parallelism only where no rank can know it.
+
+    Raises:
+        LayoutError: more than Megatron's int32 counter holds (on every rank alike).
+    """
+    count = _total(made, layout, padding=padding)
+    if count >= _INT32:
+        raise LayoutError(
+            "the step routes more tokens than Megatron's int32 counter holds",
+            expected=f"< {_INT32}",
+            got=count,
+            fix="calculate_per_token_loss=False, or smaller steps",
+        )
+    return count
+
+
+def _total(made: Plan, layout: Layout, *, padding: bool) -> int:
+    if not padding:
+        return max(made.job["tokens"], 1)  # a step without a row still divides by something
+    if made.arrangement.fixed:
+        return made.width * made.rows_per_microbatch * made.num_microbatches * made.ranks.data_size
+    mine = sum(math.prod(micro.shape) for micro in made.microbatches("cpu"))
+    ranks = layout.ranks
+    return int(ranks.gather(torch.tensor([mine]), ranks.data, ranks.data_size).sum())

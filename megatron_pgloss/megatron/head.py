@@ -1,0 +1,240 @@
+"""From the last stage's output to log-probs: logits as the model makes them, or hidden states and the head's weight.
+
+Shapes: `b` rows and `s` positions of this rank's shard of a micro-batch, `H` hidden, `T` = s b rows in the model's own
+order (sequence first), `V` vocabulary, `Vl` columns of one shard.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_pgloss.errors import DataError, SpecError, UnsupportedError
+from megatron_pgloss.logprobs import TokenLogprobs, token_logprobs
+from megatron_pgloss.logprobs.head import linear_token_logprobs
+from megatron_pgloss.megatron.layout import Layout
+from megatron_pgloss.objective.loss import loss_gradients
+from megatron_pgloss.planning import MicroBatch
+from megatron_pgloss.spec import LossSpec
+
+HeadMode = Literal["given", "auto", "keep", "recompute", "forward"]
+HEAD_MODES = ("given", "auto", "keep", "recompute", "forward")
+
+
+class Head(Protocol):
+    """How a step gets log-probs."""
+
+    def attached(self, bare: Any) -> Any:
+        """A context in which the unwrapped model ``bare`` gives what `logprobs` reads; yields keywords for its call."""
+
+    def logprobs(self, micro: MicroBatch, output: Tensor, *, entropy: bool) -> TokenLogprobs:
+        """Of ``micro.targets`` ``[b, s]``, under the sampler's temperature; one collective over tensor-parallel
+        ranks.
+        """
+
+
+class GivenLogits:
+    """Logits ``[b, s, V/tp]`` as the model makes them.
+
+    Args:
+        layout: groups.
+        vocab_size: columns from here on are padding; None: none is.
+        reuse_logits: write the gradient into the logits' own storage.
+    """
+
+    def __init__(self, layout: Layout, vocab_size: int | None, reuse_logits: bool) -> None:
+        self._layout, self._vocab, self._reuse = layout, vocab_size, reuse_logits
+
+    @contextmanager
+    def attached(self, bare: Any) -> Iterator[dict[str, Any]]:
+        """Nothing to change."""
+        yield {}
+
+    def logprobs(self, micro: MicroBatch, output: Tensor, *, entropy: bool) -> TokenLogprobs:
+        """From logits."""
+        if output.shape[:2] != micro.shape:
+            raise DataError(
+                "the model's output has the wrong shape", expected=[*micro.shape, "V/tp"], got=list(output.shape)
+            )
+        return token_logprobs(
+            output, micro.targets, temperature=micro.temperature, entropy=entropy, group=self._layout.tp,
+            vocab_size=self._vocab, reuse_logits=self._reuse,
+        )  # fmt: skip
+
+
+class FusedHead:
+    """Log-probs from hidden states and the LM head's weight; logits are made, if at all, for wanted tokens alone.
+
+    Args:
+        mode: ``keep``, ``recompute`` or ``forward`` (see `linear_token_logprobs`), or ``auto``: ``keep`` while the
+            logits of the wanted tokens fit into ``memory`` bytes, beyond that ``forward`` for objectives that are a
+            function of each token alone and ``recompute`` for the others.
+        bare: this rank's chunks, unwrapped.
+        memory: bytes that kept logits may take.
+
+    Raises:
+        SpecError: ``forward`` for an objective that reads other tokens of a unit.
+        UnsupportedError: a head that is not a plain `ColumnParallelLinear`, has a bias, or defers its weight gradient.
+    """
+
+    def __init__(
+        self, mode: HeadMode, bare: list[Any], layout: Layout, spec: LossSpec, vocab_size: int | None, memory: int
+    ) -> None:
+        self._by_token = spec.by_token
+        if mode == "forward" and not self._by_token:
+            raise SpecError(
+                "head='forward' takes the gradient token by token, and this loss reads statistics over units",
+                fix="head='keep', 'recompute' or 'auto'",
+            )
+        self._mode, self._layout, self._vocab, self._memory = mode, layout, vocab_size, memory
+        owners = [model for model in bare if getattr(model, "post_process", False)]
+        self._owner: Any = owners[0] if owners else None
+        if self._owner is not None:
+            _refuse(self._owner)
+
+    @contextmanager
+    def attached(self, bare: Any) -> Iterator[dict[str, Any]]:
+        """While it lasts, ``bare`` hands over hidden states ``[b, s, H]`` in place of logits; yields the keywords that
+        its forward needs for that.
+        """
+        if not getattr(bare, "post_process", False):
+            yield {}
+        elif "output_processor" in inspect.signature(bare.forward).parameters:
+            yield {"output_processor": _hidden}
+        else:  # before megatron-core 0.18, and HybridModel: the layer itself stands aside
+            layer = bare.output_layer
+            layer.forward = lambda hidden, *args, **kwargs: (hidden, None)
+            try:
+                yield {}
+            finally:
+                del layer.forward
+
+    def logprobs(self, micro: MicroBatch, output: Tensor, *, entropy: bool) -> TokenLogprobs:
+        """From hidden states ``[b, s, H]`` (``s/tp`` of them under sequence parallelism)."""
+        hidden = output
+        layer = self._owner.output_layer
+        weight = self.weight
+        rows, positions = micro.shape
+        shards = self._layout.tp_size if layer.sequence_parallel else 1
+        if hidden.dim() != 3 or hidden.shape != (rows, positions // shards, weight.size(1)):
+            raise DataError(
+                "the model did not hand over hidden states",
+                expected=[rows, positions // shards, weight.size(1)],
+                got=list(hidden.shape),
+                fix="run the model by step.run_model(micro, model), which step.forward_step does",
+            )
+        flat = _Flat(rows, positions)
+        index = wanted_rows(micro).to(weight.device, non_blocking=True)
+        training = torch.is_grad_enabled() and micro.plan.spec is not None
+        tau = micro.temperature
+        lp = linear_token_logprobs(
+            hidden.transpose(0, 1).reshape(-1, weight.size(1)), weight, flat.down(micro.targets),
+            temperature=None if tau is None else flat.down(tau), entropy=entropy, scale=_scale(self._owner),
+            rows=index, group=self._layout.tp, sequence_parallel=layer.sequence_parallel, vocab_size=self._vocab,
+            mode=self._pick(index.numel(), weight, training), upstream=_upstream(micro, flat),  # type: ignore[arg-type]
+            into_main_grad=hasattr(weight, "main_grad") and hasattr(weight, "grad_added_to_main_grad"),
+        )  # fmt: skip
+        return TokenLogprobs(flat.up(lp.logprob), None if lp.entropy is None else flat.up(lp.entropy))
+
+    @property
+    def weight(self) -> Tensor:
+        """``[Vl, H]``, the embedding's where they are tied."""
+        if self._owner.share_embeddings_and_output_weights:
+            return self._owner.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
+        return self._owner.output_layer.weight  # type: ignore[no-any-return]
+
+    def _pick(self, rows: int, weight: Tensor, training: bool) -> str:
+        if self._mode != "auto":
+            return "recompute" if self._mode == "forward" and not training else self._mode
+        if rows * weight.size(0) * weight.element_size() <= self._memory:
+            return "keep"
+        return "forward" if self._by_token and training else "recompute"
+
+
+def make_head(
+    mode: HeadMode, bare: list[Any], layout: Layout, spec: LossSpec, *, vocab_size: int | None, reuse: bool, memory: int
+) -> Head:
+    """The head called ``mode``.
+
+    Raises:
+        SpecError: an unknown mode.
+    """
+    if mode not in HEAD_MODES:
+        raise SpecError(f"head={mode!r}", expected=" | ".join(HEAD_MODES))
+    if mode == "given":
+        return GivenLogits(layout, vocab_size, reuse)
+    return FusedHead(mode, bare, layout, spec, vocab_size, memory)
+
+
+def wanted_rows(micro: MicroBatch) -> Tensor:
+    """int64 ``[N]``, ascending in the model's order: the positions whose log-prob anything reads.
+
+    In a step with an objective: members of some component, and sampled tokens (statistics over units run over them).
+    In a scoring pass: every real token. On the CPU, where the plan is: no sync.
+    """
+    real_N = micro.index_N >= 0
+    if micro.plan.spec is not None:
+        any_T = micro.table["action"].clone()
+        for name in micro.plan.spec.names:
+            any_T |= micro.table[f"member/{name}"]
+        real_N = real_N & (any_T[micro.index_N.clamp(min=0)] if any_T.numel() else torch.zeros_like(real_N))
+    return _Flat(*micro.shape).down(real_N.reshape(micro.shape)).nonzero()[:, 0]
+
+
+class _Flat:
+    """[b, s] to the model's [s b] and back."""
+
+    def __init__(self, rows: int, positions: int) -> None:
+        self._shape = (positions, rows)
+
+    def down(self, value: Tensor) -> Tensor:
+        return value.t().reshape(-1)
+
+    def up(self, value_T: Tensor) -> Tensor:
+        return value_T.view(self._shape).t()
+
+
+def _upstream(micro: MicroBatch, flat: _Flat) -> Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+    """The objective's own gradients at given log-probs; the factors of schedule and wrapper come later."""
+
+    def gradients(logprob_T: Tensor, entropy_T: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        entropy = None if entropy_T is None else flat.up(entropy_T)
+        g, h = loss_gradients(TokenLogprobs(flat.up(logprob_T), entropy), micro)
+        return flat.down(g), None if h is None else flat.down(h)
+
+    return gradients
+
+
+def _hidden(*, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    """Megatron's ``output_processor``: [s, b, H] to [b, s, H], without the head."""
+    return hidden_states.transpose(0, 1)
+
+
+def _scale(model: Any) -> float:
+    """muP's multiplier of the logits, as the model itself applies it."""
+    if not getattr(model.config, "use_mup", False):
+        return 1.0
+    return float(model._scale_logits(torch.ones((), dtype=torch.float64)))
+
+
+def _refuse(model: Any) -> None:
+    layer = model.output_layer
+    problems = {
+        f"an output layer of type {type(layer).__name__}": type(layer).__name__ != "ColumnParallelLinear",
+        "a bias in the output layer": getattr(layer, "bias", None) is not None,
+        "defer_embedding_wgrad_compute: the head's weight gradient is not Megatron's to postpone": bool(
+            model.config.defer_embedding_wgrad_compute
+        ),
+        "cpu_offloading of activations": bool(getattr(model.config, "cpu_offloading", False)),
+    }
+    for problem, found in problems.items():
+        if found:
+            raise UnsupportedError(
+                f"the fused head does not run with {problem}", expected="a bias-free ColumnParallelLinear",
+                fix="head='given'",
+            )  # fmt: skip
