@@ -18,10 +18,14 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import megatron_pgloss as pg
 from megatron_pgloss import presets
+from megatron_pgloss.cli import _elsewhere, _example
 from megatron_pgloss.metrics import METRICS
+from megatron_pgloss.spec import AnyGate, division, parse
+from megatron_pgloss.spec.surrogates import AnySurrogate
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -53,7 +57,7 @@ def preset_table() -> str:
     for name, preset in presets.PRESETS.items():
         spec = _build(name)
         reads = ", ".join(spec.readers) or "-"
-        call = f"`{name}(budget)`" if name == "dr_grpo" else f"`{name}()`"
+        call = f"`{name}({', '.join(preset.example)})`"
         parts = ", ".join(f"{part.coef:g} {part.name}" for part in spec.components)
         source = f"{preset.source}, {preset.equation}"
         cells.append((call, parts, f"`{spec.components[0].normalizer}`", f"`{spec.old}`", reads, source))
@@ -63,8 +67,66 @@ def preset_table() -> str:
 def equations() -> str:
     """Every preset as it prints itself."""
     return "".join(
-        f"`{name}({4096 if name == 'dr_grpo' else ''})`\n\n```text\n{_build(name)}\n```\n\n" for name in presets.PRESETS
+        f"`{name}({', '.join(f'{key}={value!r}' for key, value in preset.example.items())})`\n\n```text\n{_build(name)}"
+        "\n```\n\n"
+        for name, preset in presets.PRESETS.items()
     )
+
+
+def keywords() -> str:
+    """The keywords of its own that each preset takes, with their defaults."""
+    cells = []
+    for name, preset in presets.PRESETS.items():
+        found = inspect.signature(preset.build).parameters.values()
+        own = [item for item in found if item.kind is not item.VAR_KEYWORD]
+        shown = [item.name if item.default is item.empty else f"{item.name}={item.default!r}" for item in own]
+        first = " ".join((inspect.getdoc(preset.build) or "").split("\n\n")[0].split())
+        cells.append((f"`{name}`", ", ".join(f"`{text}`" for text in shown) or "-", first.replace("``", "`")))
+    return rows("preset | its own keywords | what it is", cells)
+
+
+def elsewhere() -> str:
+    """What gives each preset in other libraries, with what is known to differ."""
+    cells = []
+    for name, known in _elsewhere.ELSEWHERE.items():
+        for library, (flags, differs) in known.items():
+            cells.append((f"`{name}`", library, f"`{flags}`", differs or "-"))
+    always = [(library, text) for library, text in _elsewhere.ALWAYS.items()]
+    return rows("preset | library | flags | differs", cells) + "\n" + rows("library | always", always)
+
+
+def normalizers() -> str:
+    """The usual normalisers: weight, what the two rollouts of the example get, and their names elsewhere."""
+    cells = []
+    for path, said in _elsewhere.PATHS.items():
+        ((short, long),) = _example.shares(presets.reinforce(normalizer=path)).values()
+        same = [mode.split(":") for mode, (text, _) in _elsewhere.MODES.items() if text.replace("{}", "4096") == path]
+        known = [said] if said else []
+        known += [f"{library} `{mode}`" for library, mode in same]
+        numbers = (f"{short.token:.6g}", f"{long.token:.6g}")
+        cells.append((f"`{path}`", division.weight(parse(path)), *numbers, "; ".join(known)))
+    return rows("written | a token weighs | of the 100 | of the 1,000 | known as", cells)
+
+
+def terminations() -> str:
+    """What the end of a rollout does."""
+    then = {"zero": "0", "value": "V(last)", "leaves": "nothing: it leaves"}
+    cells = [
+        (f"`{state.value}`", effect.masks, "yes" if effect.votes else "never", then[effect.bootstrap])
+        for state, effect in pg.advantages.EFFECTS.items()
+    ]
+    return rows("state | tokens that leave | votes in its group | GAE goes on with", cells)
+
+
+def advantages() -> str:
+    """The functions of `pg.advantages`."""
+    cells = []
+    for name in pg.advantages.__all__:
+        value = getattr(pg.advantages, name)
+        if inspect.isfunction(value):
+            first = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
+            cells.append((f"`{name}`", first.replace("``", "`")))
+    return rows("function | what it does", cells)
 
 
 def names() -> str:
@@ -79,8 +141,27 @@ def names() -> str:
     return rows("name | what it is", cells)
 
 
+def _parts(union: object) -> str:
+    """Every class of a union of parts: its ``kind`` and the whole of its docstring."""
+    cells = []
+    for kind in get_args(get_args(union)[0]):
+        text = " ".join((inspect.getdoc(kind) or "").split("Args (positional")[0].split())
+        cells.append((f"`{kind.__name__}`", f"`{kind.model_fields['kind'].default}`", text.replace("``", "`")))
+    return rows("part | kind | formula and source", cells)
+
+
+def surrogates() -> str:
+    """All surrogates."""
+    return _parts(AnySurrogate)
+
+
+def gates() -> str:
+    """All gates."""
+    return _parts(AnyGate)
+
+
 def _build(name: str):
-    return presets.get(name, **({"budget": 4096} if name == "dr_grpo" else {}))
+    return presets.get(name, **presets.PRESETS[name].example)
 
 
 def supported() -> str:
@@ -97,7 +178,25 @@ def refused() -> str:
     return rows("refused | why | instead", [(row.mode, row.reason, row.fix) for row in REFUSED])
 
 
+def faults() -> str:
+    """What ``verify --self-test`` puts in."""
+    from megatron_pgloss.verify.faults import FAULTS
+
+    cells = [
+        (one.name, one.imitates, f"`{one.target.removeprefix('megatron_pgloss.')}`", one.shows.words) for one in FAULTS
+    ]
+    return rows("fault | what it imitates | function patched | shows where", cells)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "faults": faults,
+    "keywords": keywords,
+    "elsewhere": elsewhere,
+    "normalizers": normalizers,
+    "terminations": terminations,
+    "advantages": advantages,
+    "surrogates": surrogates,
+    "gates": gates,
     "metrics": metrics,
     "names": names,
     "presets": preset_table,

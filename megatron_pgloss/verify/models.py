@@ -1,27 +1,28 @@
-"""Small real Megatron-Core GPT models, for every layout and both devices."""
+"""Small real Megatron-Core models (GPT, Hybrid), for every layout and both devices."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from megatron_pgloss.errors import SpecError, UnsupportedError
-from megatron_pgloss.megatron.cpu import cpu_layer_spec
+from megatron_pgloss.megatron.cpu import cpu_layer_spec, cpu_mtp_spec
 from megatron_pgloss.verify.parallel import Ranks, destroy_parallel, init_parallel, ranks
 
-__all__ = ["ModelConfig", "Ranks", "build_gpt", "destroy_parallel", "init_parallel", "ranks"]
+__all__ = ["ModelConfig", "Ranks", "build_gpt", "build_hybrid", "destroy_parallel", "init_parallel", "ranks"]
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What ``build_gpt`` builds. Sizes of the parallel dimensions are not here: they come from ``parallel_state``."""
+    """What ``build_gpt`` and ``build_hybrid`` build. Sizes of parallel dimensions come from ``parallel_state``."""
 
     vocab_size: int
     """True vocabulary; the model's is this rounded up to ``vocab_multiple * tp``."""
@@ -44,6 +45,9 @@ class ModelConfig:
     """SwiGLU instead of GELU."""
     bias: bool = False
     vocab_multiple: int = 1
+    pattern: str | None = None
+    """Of ``build_hybrid``: one letter a layer, ``*`` attention, ``-`` MLP, ``E`` experts; None: ``*-`` again and again.
+    """
     experts: int | None = None
     topk: int = 2
     moe_ffn: int | None = None
@@ -93,17 +97,40 @@ def build_gpt(config: ModelConfig | None = None, /, **changes: Any) -> list[torc
         One module, or one per virtual stage. Initial weights depend on the rank: set them by
         ``verify.weights.deterministic_weights`` or ``verify.reshard.load_full``.
     """
+    return _build(_shape(config, changes), _gpt)
+
+
+def build_hybrid(config: ModelConfig | None = None, /, **changes: Any) -> list[torch.nn.Module]:
+    """The same with a real ``HybridModel``: attention and MLP layers of their own, in the order of ``pattern``.
+
+    Raises:
+        UnsupportedError: megatron-core before 0.18, which has no HybridModel.
+        SpecError: the pattern does not have ``layers`` letters, or they do not divide over the pipeline's stages.
+    """
+    if importlib.util.find_spec("megatron.core.models.hybrid") is None:
+        raise UnsupportedError("this megatron-core has no HybridModel", expected="megatron-core 0.18 or later")
+    shape = _shape(config, changes)
+    pattern = ("*-" * shape.layers)[: shape.layers] if shape.pattern is None else shape.pattern
+    if len(pattern) != shape.layers:
+        raise SpecError("the pattern has a letter for each layer", expected=f"{shape.layers} letters", got=pattern)
+    return _build(dataclasses.replace(shape, pattern=pattern), _hybrid)
+
+
+def _shape(config: ModelConfig | None, changes: Mapping[str, Any]) -> ModelConfig:
     try:
-        shape = ModelConfig(**changes) if config is None else dataclasses.replace(config, **changes)
+        return ModelConfig(**changes) if config is None else dataclasses.replace(config, **changes)
     except TypeError as error:
         known = ", ".join(field.name for field in dataclasses.fields(ModelConfig))
         raise SpecError(f"build_gpt: {error}", expected=f"fields of ModelConfig: {known}") from error
+
+
+def _build(shape: ModelConfig, make: Callable[..., Any]) -> list[torch.nn.Module]:
     from megatron.core.distributed import finalize_model_grads
 
     where = ranks()
     transformer = _transformer_config(shape, where)
     stages = range(where.vpp) if where.vpp > 1 else [None]
-    chunks = [_build_chunk(shape, transformer, where, stage) for stage in stages]
+    chunks = [_finish(shape, transformer, make(shape, transformer, where, stage)) for stage in stages]
     if not shape.wrap:
         return chunks
     chunks = [_wrap(shape, transformer, chunk, index) for index, chunk in enumerate(chunks)]
@@ -188,13 +215,10 @@ def _layer_spec(shape: ModelConfig, config: Any, vp_stage: int | None) -> Any:
     )
 
 
-def _build_chunk(shape: ModelConfig, config: Any, where: Ranks, vp_stage: int | None) -> torch.nn.Module:
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer.module import Float16Module
-
-    model = GPTModel(
+def _common(shape: ModelConfig, config: Any, where: Ranks, vp_stage: int | None) -> dict[str, Any]:
+    """Arguments that both kinds of model take."""
+    return dict(
         config=config,
-        transformer_layer_spec=_layer_spec(shape, config, vp_stage),
         vocab_size=shape.padded_vocab(where.tp),
         max_sequence_length=shape.seq_length,
         pre_process=where.is_first_stage and vp_stage in (None, 0),
@@ -204,10 +228,44 @@ def _build_chunk(shape: ModelConfig, config: Any, where: Ranks, vp_stage: int | 
         position_embedding_type=shape.position,
         vp_stage=vp_stage,
     )
+
+
+def _gpt(shape: ModelConfig, config: Any, where: Ranks, vp_stage: int | None) -> Any:
+    from megatron.core.models.gpt import GPTModel
+
+    spec = _layer_spec(shape, config, vp_stage)
+    more = {"mtp_block_spec": cpu_mtp_spec(config, spec, vp_stage=vp_stage)} if _mtp(config) else {}
+    return GPTModel(transformer_layer_spec=spec, **more, **_common(shape, config, where, vp_stage))
+
+
+def _mtp(config: Any) -> bool:
+    return getattr(config, "mtp_num_layers", None) is not None
+
+
+def _hybrid(shape: ModelConfig, config: Any, where: Ranks, vp_stage: int | None) -> Any:
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    from megatron_pgloss.megatron.cpu.hybrid import cpu_hybrid_spec
+
+    letters, stages = shape.pattern or "", where.pp * where.vpp
+    size, rest = divmod(len(letters), stages)
+    if rest:
+        raise SpecError("the layers do not divide over the stages", expected=f"a multiple of {stages}", got=letters)
+    pattern = "|".join(letters[k * size : (k + 1) * size] for k in range(stages))
+    return HybridModel(
+        hybrid_stack_spec=cpu_hybrid_spec(config),
+        hybrid_layer_pattern=pattern,
+        **_common(shape, config, where, vp_stage),
+    )
+
+
+def _finish(shape: ModelConfig, config: Any, model: Any) -> torch.nn.Module:
+    from megatron.core.transformer.module import Float16Module
+
     model.unpadded_vocab_size = shape.vocab_size  # rows past it belong to no layout-independent tensor (reshard.py)
     if torch.cuda.is_available():
         model = model.cuda()
-    return Float16Module(config, model) if shape.dtype in _HALF else model
+    return Float16Module(config, model) if shape.dtype in _HALF else model  # type: ignore[no-any-return]
 
 
 def _wrap(shape: ModelConfig, config: Any, chunk: torch.nn.Module, index: int) -> torch.nn.Module:

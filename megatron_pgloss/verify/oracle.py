@@ -9,8 +9,9 @@ oracle itself is the clarity of this text and the hand-computed numbers of its t
 Data are plain dicts, one per row, in token order (index i is about ``tokens[i]``): ``tokens``,
 ``action``, ``observation``, ``advantages`` (list or one number), ``old``, ``rollout``, ``ref``,
 ``weights`` ({component: list}), ``temperature`` (number or list), ``prompt``, ``episode``,
-``turn``, ``masks`` ({name: list}), ``termination``. The spec is a plain dict too:
-``LossSpec.to_dict()``, or one like it.
+``turn``, ``masks`` ({name: list}), ``termination``, ``version`` (number or list), ``values`` and
+``returns`` of the critic, ``recorded`` (what an earlier update noted down), ``streams`` ({name: list}).
+The spec is a plain dict too: ``LossSpec.to_dict()``, or one like it.
 
 Shapes: T all tokens of the step, rows end to end; L tokens of a row; V vocabulary; M members.
 """
@@ -18,6 +19,7 @@ Shapes: T all tokens of the step, rows end to end; L tokens of a row; V vocabula
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,19 +28,18 @@ from torch import Tensor
 from megatron_pgloss.errors import DataError, SpecError
 from megatron_pgloss.verify.oracle_average import NestedAverage, parse_path
 from megatron_pgloss.verify.oracle_data import LEVELS, Row, Step, choice, setting
-from megatron_pgloss.verify.oracle_losses import (
-    Scene,
-    clip_bounds,
-    correction_weight,
-    log_ratio,
-    token_loss,
-)
+from megatron_pgloss.verify.oracle_gates import gate_factor
+from megatron_pgloss.verify.oracle_losses import token_loss
+from megatron_pgloss.verify.oracle_ratios import ratio_axis, statistic_of
+from megatron_pgloss.verify.oracle_rules import corrected
+from megatron_pgloss.verify.oracle_scene import Scene
 from megatron_pgloss.verify.oracle_sets import (
     counted,
     members_of,
     named_components,
     without_empty_rows,
 )
+from megatron_pgloss.verify.oracle_surrogates import clip_bounds
 
 
 def oracle_logprobs(
@@ -80,29 +81,49 @@ def oracle_step(
     rows: Sequence[Row],
     spec: Mapping[str, Any],
     coef: Mapping[str, float] | None = None,
+    *,
+    ref_fn: Callable[[Tensor], Tensor] | None = None,
+    version: int | None = None,
 ) -> dict[str, Any]:
     """Run the model on each row by itself and build the loss of the step; the caller runs backward.
 
     Args:
         model_fn: tokens int64 [1, L] to logits float64 [1, L, V].
-        rows, spec, coef: as in ``oracle_loss``.
+        rows, spec, coef, version: as in ``oracle_loss``.
+        ref_fn: as ``model_fn``, of the reference, for the exact KL.
 
     Returns:
         What ``oracle_loss`` returns, with ``logprobs`` and ``entropies``, detached float64 [L] per
         row.
     """
-    logprobs, entropies = [], []
+    logprobs, entropies, kls = [], [], []
     for row in rows:
         if len(row["tokens"]) < 2:  # nothing to predict
-            logprob = entropy = torch.zeros(len(row["tokens"]), dtype=torch.float64)
+            logprob = entropy = kl = torch.zeros(len(row["tokens"]), dtype=torch.float64)
         else:
-            logits = model_fn(torch.as_tensor(row["tokens"], dtype=torch.int64)[None])
-            logprob, entropy = oracle_logprobs(logits[0], row["tokens"], row.get("temperature"))
+            tokens = torch.as_tensor(row["tokens"], dtype=torch.int64)[None]
+            logits, heat = model_fn(tokens)[0], row.get("temperature")
+            logprob, entropy = oracle_logprobs(logits, row["tokens"], heat)
+            kl = entropy if ref_fn is None else oracle_kl(logits, ref_fn(tokens)[0].detach(), heat)
         logprobs.append(logprob)
         entropies.append(entropy)
-    result = oracle_loss(logprobs, entropies, rows, spec, coef)
+        kls.append(kl)
+    result = oracle_loss(logprobs, entropies, rows, spec, coef, kls=None if ref_fn is None else kls, version=version)
     detached = {"logprobs": logprobs, "entropies": entropies}
     return result | {key: [row.detach() for row in value] for key, value in detached.items()}
+
+
+def oracle_kl(logits: Tensor, ref_logits: Tensor, temperature: float | Sequence[float] | None = None) -> Tensor:
+    """Exact KL(pi || ref) of the distributions that predict each token, float64 [L], entry 0 being an unused 0.
+
+    ``sum_v pi_v (log pi_v - log ref_v)``, both logits [L, V] divided by the temperature; columns of -inf add nothing.
+    """
+    length = len(logits)
+    tau = torch.as_tensor(1.0 if temperature is None else temperature, dtype=torch.float64).expand(length)[1:, None]
+    logp_V = torch.log_softmax(logits[:-1].to(torch.float64) / tau, dim=-1)
+    logq_V = torch.log_softmax(ref_logits[:-1].to(torch.float64) / tau, dim=-1)
+    gap_V = logp_V.masked_fill(logp_V == -torch.inf, 0.0) - logq_V.masked_fill(logp_V == -torch.inf, 0.0)
+    return torch.cat([logp_V.new_zeros(1), (logp_V.exp() * gap_V).sum(-1)])
 
 
 def oracle_loss(
@@ -111,6 +132,10 @@ def oracle_loss(
     rows: Sequence[Row],
     spec: Mapping[str, Any],
     coef: Mapping[str, float] | None = None,
+    *,
+    values: Sequence[Tensor] | None = None,
+    kls: Sequence[Tensor] | None = None,
+    version: int | None = None,
 ) -> dict[str, Any]:
     """The loss of a whole optimizer step.
 
@@ -121,6 +146,8 @@ def oracle_loss(
         rows: the data, one dict per row (see the module).
         spec: components, corrections, masks, ``old``, ``log_ratio_bound``, ``empty_sequences``.
         coef: coefficients by component name, over those of the spec.
+        values, kls: what the critic says, and the exact KL to the reference, as ``entropies``.
+        version: number of the current policy, where the spec reads versions.
 
     Returns:
         ``loss``: 0-d, with grad. The rest by component name. ``components``: 0-d, before the
@@ -137,7 +164,10 @@ def oracle_loss(
     """
     step = without_empty_rows(Step.of(rows), spec)
     logp_T = _joined(logprobs, step, "log-probs")
-    entropy_T = None if entropies is None else _joined(entropies, step, "entropies")
+    entropy_T, value_T, kl_T = (
+        None if parts is None else _joined(parts, step, what)
+        for parts, what in ((entropies, "entropies"), (values, "values"), (kls, "exact KLs"))
+    )
     components, override = named_components(spec), dict(coef or {})
     if unknown := set(override) - set(components):
         raise SpecError("a coefficient for no component", expected=sorted(components), got=sorted(unknown))
@@ -145,21 +175,29 @@ def oracle_loss(
     result: dict[str, Any] = {table: {} for table in tables.split()}
     loss = logp_T[:0].sum()
     for name, component in components.items():
-        member_T, taken = members_of(name, component, spec, step)
-        scene = Scene(step, spec, logp_T, entropy_T, member_T)
-        average, counts = _average(name, component, scene)
-        loss_M, index_M = token_loss(component, scene), scene.index_M
-        user_M = step.finite(step.weights(name)[index_M], index_M, f"weights of {name}")
-        factor_M = user_M * correction_weight(name, component, scene)
+        masked_T, taken = members_of(name, component, spec, step)
+        scene = Scene(
+            step=step, spec=spec, component=component, name=name, logp_T=logp_T, entropy_T=entropy_T, value_T=value_T,
+            kl_T=kl_T, member_T=masked_T, version=version,
+        )  # fmt: skip
+        verdict = corrected(scene)
+        scene = replace(scene, member_T=masked_T & verdict.early_T)
+        index_M = scene.index_M
+        gate_M = gate_factor(scene) * verdict.late_T[index_M]
         zero_T = torch.zeros(len(step.where), dtype=torch.float64)
-        value = average(zero_T.index_put((index_M,), factor_M * loss_M))
+        left_T = verdict.early_T & (zero_T.index_put((index_M,), gate_M) != 0)
+        average, counts = _average(scene, masked_T, left_T)
+        loss_M = token_loss(scene)
+        user_M = step.finite(step.weights(name)[index_M], index_M, f"weights of {name}")
+        kept_M = torch.where(gate_M != 0, user_M * verdict.weight_T[index_M] * gate_M * loss_M, 0.0)
+        value = average(zero_T.index_put((index_M,), kept_M))
         loss = loss + float(setting(override, name, setting(component, "coef", 1.0))) * value
         result["components"][name] = value
         result["counts"][name] = counts | {"masks": taken}
         result["weights"][name] = step.split(_derivative(average, len(step.where)))
         result["token_losses"][name] = step.split(zero_T.index_put((index_M,), loss_M.detach()))
         if component["kind"] == "policy_gradient":
-            stats = _ratio_stats(component, scene)
+            stats = _ratio_stats(scene)
             result["ratio_stats"][name] = stats
             clipped = stats["low"] + stats["high"] + stats["dual"]
             result["clip_fraction"][name] = clipped / max(stats["tokens"], 1)
@@ -181,10 +219,16 @@ def _joined(parts: Sequence[Tensor], step: Step, what: str) -> Tensor:
     return torch.cat([torch.zeros(0, dtype=torch.float64), *[part.cpu() for part in parts]])
 
 
-def _average(name: str, component: Mapping[str, Any], scene: Scene) -> tuple[NestedAverage, dict[str, Any]]:
-    """The component's average, and what it divides by."""
-    step = scene.step
-    count_T = counted(component, scene.member_T, step)
+def _average(scene: Scene, masked_T: Tensor, left_T: Tensor) -> tuple[NestedAverage, dict[str, Any]]:
+    """The component's average, and what it divides by.
+
+    ``masked_T``: what the masks left; ``left_T``: what corrections and gates left of it. Under ``rejected="kept"`` what
+    they took is not counted.
+    """
+    step, component, name = scene.step, scene.component, scene.name
+    count_T = counted(component, masked_T, step)
+    if choice(setting(component, "rejected", "original"), ["original", "kept"], "way with rejected tokens") == "kept":
+        count_T = count_T & ~(masked_T & ~left_T)
     measure_T = count_T.to(torch.float64)
     divide_by = setting(component, "divide_by", "tokens")
     if choice(divide_by, ["tokens", "weights"], "divisor") == "weights":
@@ -221,18 +265,26 @@ def _derivative(average: NestedAverage, length: int) -> Tensor:
     return weight_T
 
 
-def _ratio_stats(component: Mapping[str, Any], scene: Scene) -> dict[str, float]:
-    """Raw ratios over the members, and how many tokens lie on a flat side of the clip."""
+def _ratio_stats(scene: Scene) -> dict[str, float]:
+    """Raw ratios over the members where there is a ratio, and how many tokens lie on a flat side of the clip."""
+    component = scene.component
     stats: dict[str, float] = {"tokens": len(scene.index_M), "low": 0, "high": 0, "dual": 0}
-    if component["surrogate"]["kind"] == "reinforce" or not stats["tokens"]:
+    level, statistic, _, over = ratio_axis(component)
+    told = component["surrogate"]["kind"] not in ("reinforce", "nll", "custom") and level not in ("custom", "none")
+    if not told or not stats["tokens"]:
         return stats
-    ratio_M = log_ratio(component, scene).detach().exp()
-    advantage_M = scene.constant("advantages")
-    low, high, dual = clip_bounds(component)
-    stats |= {
-        "low": int(((advantage_M < 0) & (ratio_M < 1 - low)).sum()),
-        "high": int(((advantage_M > 0) & (ratio_M > 1 + high)).sum()),
-        "dual": 0 if dual is None else int(((advantage_M < 0) & (ratio_M > dual)).sum()),
-    }
+    raw_T, vote_T = scene.log_ratio_to(scene.constant_T("old"))
+    if level != "token":
+        d_T = scene.bounded(raw_T).detach()
+        raw_T = statistic_of(d_T, scene.member_T if over == "members" else vote_T, level, statistic, scene)
+    ratio_M = raw_T.detach()[scene.index_M].exp()
+    if component["surrogate"]["kind"] == "clip":
+        advantage_M = scene.constant("advantages")
+        low, high, cap = clip_bounds(component["surrogate"], scene)
+        stats |= {
+            "low": int(((advantage_M < 0) & (ratio_M < 1 - low)).sum()),
+            "high": int(((advantage_M > 0) & (ratio_M > 1 + high)).sum()),
+            "dual": int(((advantage_M < 0) & (ratio_M > cap)).sum()),
+        }
     spread = {"mean": ratio_M.mean(), "min": ratio_M.min(), "max": ratio_M.max()}
     return stats | {key: float(value) for key, value in spread.items()}

@@ -41,7 +41,7 @@ class Step:
         rows: the user's rows, unchanged.
         where: per token the pair (row, index in the row).
         target_T: bool [T], every token but the first of its row.
-        present_T: bool [T], False on rows that the spec excludes as a whole.
+        present_T: bool [T], False on rows that broke (termination "fault") or that the spec excludes as a whole.
     """
 
     rows: Sequence[Row]
@@ -51,10 +51,11 @@ class Step:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Step:
-        """Lay ``rows`` end to end; all of them are present."""
+        """Lay ``rows`` end to end; all of them are present but those that an infrastructure fault ended."""
         where = [(i, k) for i, row in enumerate(rows) for k in range(len(row["tokens"]))]
         target = torch.tensor([k > 0 for _, k in where], dtype=torch.bool)
-        return cls(rows, where, target, torch.ones(len(where), dtype=torch.bool))
+        present = torch.tensor([rows[i].get("termination") != "fault" for i, _ in where], dtype=torch.bool)
+        return cls(rows, where, target, present)
 
     def laid_out(self, what: str, pick: Callable[[Row], Any], absent: float | bool) -> Tensor:
         """Float64 or bool [T] of what ``pick`` finds in each row, ``absent`` where that is None."""
@@ -93,8 +94,10 @@ class Step:
         return self.laid_out(f"weights of {component}", lambda row: (row.get("weights") or {}).get(component), 1.0)
 
     def stream(self, key: str) -> Tensor:
-        """Float64 [T], NaN where a row has none: ``old``, ``rollout``, ``ref``, ``advantages``."""
-        return self.laid_out(key, lambda row: row.get(key), float("nan"))
+        """Float64 [T], NaN where a row has none: ``old``, ``rollout``, ``ref``, ``advantages``, ``values``,
+        ``returns``, ``version``, or a stream of the user's own, under ``streams``.
+        """
+        return self.laid_out(key, lambda row: row.get(key, (row.get("streams") or {}).get(key)), float("nan"))
 
     def finite(self, value_M: Tensor, index_M: Tensor, what: str) -> Tensor:
         """``value_M`` itself, or DataError naming the first member that has no finite value."""
@@ -135,6 +138,19 @@ class Step:
             )
         rows = [self.rows[i] for i, _ in self.where]
         return [r["prompt"] if level == "prompt" else (r.get("prompt"), r["episode"]) for r in rows]
+
+    def units(self, unit: str, keep_T: Tensor) -> list[tuple[list[int], list[int]]]:
+        """The sequences or turns, each as (its tokens that ``keep_T`` flags, all its tokens), both in order."""
+        found: dict[Hashable, tuple[list[int], list[int]]] = {}
+        flags = keep_T.tolist()
+        for t, key in enumerate(self.keys(unit)):
+            if key is None:
+                continue
+            kept, whole = found.setdefault(key, ([], []))
+            whole.append(t)
+            if flags[t]:
+                kept.append(t)
+        return list(found.values())
 
     def split(self, value_T: Tensor) -> list[Tensor]:
         """Cut a [T] stream back into one tensor per row."""

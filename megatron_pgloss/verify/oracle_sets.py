@@ -20,9 +20,10 @@ DOMAIN = {
     "kl": "action",
     "entropy": "action",
     "cross_entropy": "observation",
+    "value": "action",
     "term": "action",
 }
-NAMES = {"policy_gradient": "rl", "kl": "kl", "entropy": "entropy", "cross_entropy": "ce"}
+NAMES = {"policy_gradient": "rl", "kl": "kl", "entropy": "entropy", "cross_entropy": "ce", "value": "value"}
 
 
 def named_components(spec: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -33,9 +34,8 @@ def named_components(spec: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         name = setting(component, "name", NAMES.get(kind))
         if name is None or name in found:
             raise SpecError("each component needs a name of its own", got=repr(name))
-        for part in (component, spec):
-            if part.get("gates"):
-                raise SpecError("the oracle knows no gates", got=part["gates"])
+        if component.get("gates"):
+            raise SpecError("gates stand in the spec, not in a component", got=component["gates"])
         found[name] = component
     return found
 
@@ -56,8 +56,9 @@ def without_empty_rows(step: Step, spec: Mapping[str, Any]) -> Step:
         return step
     choice(wish, ["refuse", "exclude"], "way with empty sequences")
     any_T = torch.zeros_like(step.target_T)
+    whole = replace(step, present_T=torch.ones_like(step.present_T))  # a row that broke is not an empty one
     for component in named_components(spec).values():
-        any_T = any_T | domain(component, step)
+        any_T = any_T | domain(component, whole)
     alive = [bool(part.any()) for part in step.split(any_T)]
     empty = [i for i, row in enumerate(step.rows) if len(row["tokens"]) and not alive[i]]
     if empty and wish == "refuse":
@@ -67,7 +68,7 @@ def without_empty_rows(step: Step, spec: Mapping[str, Any]) -> Step:
             fix="leave it out, or set empty_sequences='exclude'",
         )
     present = torch.tensor([alive[i] for i, _ in step.where], dtype=torch.bool)
-    return replace(step, present_T=present)
+    return replace(step, present_T=step.present_T & present)
 
 
 def members_of(
@@ -87,9 +88,11 @@ def _dropped(mask: Mapping[str, Any], name: str, component: Mapping[str, Any], s
     """Bool [T]: what one mask takes.
 
     Scopes by default: truncation acts on the action tokens of all components, zero advantage on
-    policy-gradient components, a user mask (True keeps) on all components.
+    policy-gradient components, a user mask (True keeps) on all components. Tokens whose advantage is not positive are
+    taken from the named components alone.
     """
-    kind = choice(mask.get("kind"), ["drop_truncated", "drop_zero_advantage", "user_mask"], "mask")
+    known = ["drop_truncated", "drop_zero_advantage", "keep_positive_advantage", "user_mask"]
+    kind = choice(mask.get("kind"), known, "mask")
     on = mask.get("on")
     nothing = torch.zeros_like(step.target_T)
     if on is not None and name not in on:
@@ -100,6 +103,8 @@ def _dropped(mask: Mapping[str, Any], name: str, component: Mapping[str, Any], s
         if on is None and component["kind"] != "policy_gradient":
             return nothing
         return step.stream("advantages") == 0
+    if kind == "keep_positive_advantage":
+        return ~(step.stream("advantages") > 0)
     truncated_T = step.laid_out("termination", lambda row: row.get("termination") == "truncated", False)
     return truncated_T if on is not None else truncated_T & step.flags("action")
 

@@ -121,6 +121,7 @@ def destroy_parallel() -> None:
     """
     from megatron.core import parallel_state
     from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     # Megatron only forgets its groups. Each open gloo group keeps three threads that poll a hundred times a second:
     # after thirty layouts they would take most of the machine.
@@ -129,8 +130,9 @@ def destroy_parallel() -> None:
     dist.barrier()
     for group in groups:
         dist.destroy_process_group(group)
-    # The logging tracker of MoE losses is sized by the first model it sees, and keeps its process groups.
+    # The logging trackers of MoE and MTP losses are sized by the first model they see, and keep its process groups.
     if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker"):
         moe_utils.get_moe_layer_wise_logging_tracker().clear()
     if hasattr(moe_utils, "get_moe_metrics_tracker"):
         moe_utils.get_moe_metrics_tracker()._metrics.clear()
+    MTPLossLoggingHelper.tracker.clear()

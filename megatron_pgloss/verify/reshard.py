@@ -66,7 +66,14 @@ def as_chunks(chunks: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch
 
 def placements(chunks: torch.nn.Module | Sequence[torch.nn.Module]) -> list[Placement]:
     """Every parameter of this rank with its place in the whole model, in the model's own order."""
-    return [_place(unwrap(chunk), *item) for chunk in as_chunks(chunks) for item in unwrap(chunk).named_parameters()]
+    models = [unwrap(chunk) for chunk in as_chunks(chunks)]
+    return [_place(model, *item) for model in models for item in model.named_parameters() if not _dead(model, item[0])]
+
+
+def _dead(model: Any, name: str) -> bool:
+    """A last stage that holds the embedding for multi-token prediction reads a tied head from it; its own is unused."""
+    at_head = name == "output_layer.weight" and model.share_embeddings_and_output_weights
+    return at_head and getattr(model, "mtp_process", False) and not model.pre_process
 
 
 def _place(model: Any, name: str, param: torch.nn.Parameter) -> Placement:

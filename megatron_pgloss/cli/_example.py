@@ -1,0 +1,82 @@
+"""The two rollouts that show what a normaliser does: the weights of a real plan, not of a second formula."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_pgloss.planning import Split, plan
+from megatron_pgloss.rollouts import TokenBatch
+from megatron_pgloss.spec import LossSpec, UserMask
+
+LENGTHS = (100, 1000)
+"""Policy tokens of the two rollouts; advantages +1 and -1."""
+_OBSERVED = (20, 50)
+TEXT = (
+    "two rollouts of one prompt, 100 tokens with A = +1 and 1000 tokens with A = -1,\n"
+    "each in two turns with 20 and 50 observation tokens between; pi = old = mu = ref.\n"
+    "For a token: coefficient times weight, the largest where a rollout's tokens differ."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What a component gives one rollout."""
+
+    token: float
+    """Coefficient times weight of one of its tokens."""
+    total: float
+    """Of all its tokens."""
+    tokens: int
+
+
+def batch_for(spec: LossSpec) -> TokenBatch:
+    """The two rollouts, with every stream, mask and weight that ``spec`` reads."""
+    action, observation = [], []
+    for acted, seen in zip(LENGTHS, _OBSERVED, strict=True):
+        first = acted * 3 // 5
+        action += [False] + [True] * first + [False] * seen + [True] * (acted - first)
+        observation += [False] * (1 + first) + [True] * seen + [False] * (acted - first)
+    total = len(action)
+    minus = torch.full((total,), -1.0)
+    masks = {mask.name for mask in spec.masks if isinstance(mask, UserMask)}
+    masks |= {part.count for part in spec.components if part.count not in ("members", "observations")}
+    arguments = {"old": "old_logprobs", "rollout": "rollout_logprobs", "ref": "ref_logprobs", "returns": "returns",
+                 "values": "values"}  # fmt: skip
+    own = {name: torch.zeros(total) for name in spec.readers if name not in (*arguments, "advantages")}
+    weighted = [part.name for part in spec.components if part.divide_by == "weights"]
+    return TokenBatch.from_packed(
+        tokens=torch.zeros(total, dtype=torch.int64),
+        lengths=[1 + acted + seen for acted, seen in zip(LENGTHS, _OBSERVED, strict=True)],
+        action_mask=torch.tensor(action),
+        observation_mask=torch.tensor(observation),
+        advantages=torch.tensor([1.0, -1.0]),
+        prompt_ids=[0, 0],
+        episode_ids=[0, 1],
+        sample_ids=["short", "long"],
+        terminations=["success", "success"],
+        masks={name: torch.ones(total, dtype=torch.bool) for name in sorted(masks)},
+        weights={name: torch.ones(total) for name in weighted},
+        **{argument: minus for name, argument in arguments.items() if name in spec.readers},
+        **({"streams": own} if own else {}),
+        **({"versions": torch.zeros(total, dtype=torch.int64)} if spec.version_readers else {}),
+    )
+
+
+def shares(spec: LossSpec) -> dict[str, tuple[Share, Share]]:
+    """Component to its share in each rollout, coefficient included."""
+    batch = batch_for(spec)
+    made = plan([batch], spec, split=Split(microbatches=1), group="local", version=0 if spec.version_readers else None)
+    found = {}
+    for part in spec.components:
+        weight_T = made.table[f"weight/{part.name}"].double() * made.coef[part.name]
+        member_T = made.table[f"member/{part.name}"]
+        rows = []
+        for row in range(len(batch)):
+            here_T = member_T & (batch.seq_T == row)
+            picked = weight_T[here_T]
+            largest = float(picked.max()) if picked.numel() else 0.0
+            rows.append(Share(token=largest, total=float(picked.sum()), tokens=picked.numel()))
+        found[part.name] = (rows[0], rows[1])
+    return found

@@ -1,0 +1,184 @@
+"""A fault: one named function of the product made wrong on purpose, and on which layouts that must show.
+
+The package's own functions are replaced where they are looked up, on every rank alike, for the length of one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_pgloss.errors import SpecError
+
+PACKAGE = "megatron_pgloss"
+_JUDGES = f"{PACKAGE}.verify"  # what judges is never patched
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One rank of one layout, as far as a fault's conditions and its replacement need to know."""
+
+    tp: int
+    cp: int
+    pp: int
+    vpp: int
+    dp: int
+    tp_rank: int
+    cp_rank: int
+    dp_rank: int
+    workers: int
+    """Data-parallel ranks that have rows."""
+    per_token: bool
+    packed: bool
+    averaging: bool
+    """DDP averages inside its collective."""
+    experts: bool
+    auxiliary: bool
+    """Megatron's own losses (MoE aux, z) are on."""
+    learned_positions: bool
+    temperature: bool
+    padded_vocabulary: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A set of layouts, in words and as a condition; ``&``, ``|`` and ``~`` combine them."""
+
+    words: str
+    holds: Callable[[Place], bool]
+
+    def __and__(self, other: Where) -> Where:
+        return Where(f"{self.words}, {other.words}", lambda at: self.holds(at) and other.holds(at))
+
+    def __or__(self, other: Where) -> Where:
+        return Where(f"{self.words} or {other.words}", lambda at: self.holds(at) or other.holds(at))
+
+    def __invert__(self) -> Where:
+        return Where(f"not {self.words}", lambda at: not self.holds(at))
+
+
+EVERYWHERE = Where("everywhere", lambda at: True)
+NOWHERE = Where("nowhere", lambda at: False)
+TP = Where("tp > 1", lambda at: at.tp > 1)
+CP = Where("cp > 1", lambda at: at.cp > 1)
+PP = Where("pp > 1", lambda at: at.pp > 1)
+DP = Where("dp > 1", lambda at: at.dp > 1)
+SUMMED = Where("dp x cp > 1", lambda at: at.dp * at.cp > 1)
+SHARED = Where("rows on several dp ranks", lambda at: at.workers > 1)
+PER_TOKEN = Where("calculate_per_token_loss", lambda at: at.per_token)
+PACKED = Where("packed rows", lambda at: at.packed)
+AVERAGING = Where("average_in_collective", lambda at: at.averaging)
+EXPERTS = Where("experts", lambda at: at.experts)
+AUXILIARY = Where("MoE aux or z-loss", lambda at: at.auxiliary)
+LEARNED = Where("learned positions", lambda at: at.learned_positions)
+TEMPERATURE = Where("temperature given", lambda at: at.temperature)
+PADDED_VOCABULARY = Where("padded vocabulary", lambda at: at.padded_vocabulary)
+
+Make = Callable[[Callable[..., Any], Place], Callable[..., Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One way to be wrong.
+
+    Args:
+        name: for tables.
+        target: ``module:qualified.name`` of a function, method, property or static method of the package.
+        imitates: the mistake, in one line.
+        make: from the right function (a property's getter) and the place to the wrong one.
+        shows: the layouts on which it must be seen; on all others the step must stay as right as without it.
+        skip: layouts that are not visited, and ``why``.
+    """
+
+    name: str
+    target: str
+    imitates: str
+    make: Make
+    shows: Where
+    skip: Where = NOWHERE
+    why: str = ""
+
+
+class Calls:
+    """How often a replaced function ran."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+@contextlib.contextmanager
+def injected(fault: Fault, at: Place) -> Iterator[Calls]:
+    """The fault, for the length of the block, wherever the package looks its target up.
+
+    Raises:
+        SpecError: the target does not exist.
+    """
+    owner, name, original = find(fault.target)
+    calls = Calls()
+    wrong = _like(original, lambda function: _counted(function, fault.make(function, at), calls))
+    places = [(owner, name)] if inspect.isclass(owner) else _names_of(original)
+    try:
+        for holder, key in places:
+            setattr(holder, key, wrong)
+        yield calls
+    finally:
+        for holder, key in places:
+            setattr(holder, key, original)
+
+
+def find(target: str) -> tuple[Any, str, Any]:
+    """Owner, name and raw value (a property stays one) of ``module:qualified.name``.
+
+    Raises:
+        SpecError: no such module, attribute or kind of function.
+    """
+    module, _, qualified = target.partition(":")
+    *path, name = qualified.split(".")
+    try:
+        owner = functools.reduce(getattr, path, importlib.import_module(module))
+        original = vars(owner)[name]
+    except (ImportError, AttributeError, KeyError) as error:
+        raise SpecError(
+            f"a fault's target does not exist: {target}",
+            expected="module:function or module:Class.method of the package",
+            got=f"{type(error).__name__}: {error}",
+            fix="name the function that took its place",
+        ) from error
+    if not (inspect.isfunction(original) or isinstance(original, property | staticmethod | classmethod)):
+        raise SpecError("a fault's target is no function", expected=target, got=type(original).__name__)
+    return owner, name, original
+
+
+def _like(original: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    """The changed function in the wrapping of the original."""
+    if isinstance(original, property):
+        assert original.fget is not None
+        return property(change(original.fget))
+    if isinstance(original, staticmethod | classmethod):
+        return type(original)(change(original.__func__))
+    return change(original)
+
+
+def _counted(function: Callable[..., Any], wrong: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.count += 1
+        return wrong(*args, **kwargs)
+
+    return call
+
+
+def _names_of(function: Any) -> list[tuple[Any, str]]:
+    """Every module of the package and name in it under which ``function`` is looked up."""
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith(PACKAGE) and not name.startswith(_JUDGES)
+    ]
+    return [(module, key) for module in modules for key, value in list(vars(module).items()) if value is function]

@@ -1,0 +1,201 @@
+"""Does a test notice? Puts small mistakes into one file of the package, one at a time, and runs quick tests on each.
+
+    python tools/mutate.py --file planning/normalizers.py
+    python tools/mutate.py --file megatron/step.py --jobs 2 --limit 40 --json found.json
+    python tools/mutate.py --file terms/segments.py --judge "tests/test_streams.py"
+
+Works on a temporary copy of package and tests. Everything heavy is imported once; each mutant is a fork of that
+process, with the mutant's code in place of the functions', and worlds of processes are forks of the fork. A mutant is
+killed by the first stage of tests that fails, or that does not end in time; survivors are listed, and the exit code is
+1 where there are any. Without ``--judge``, the stages are those that hold the file (`JUDGES`). The stage ``layouts`` is
+not pytest's: it takes one step on each layout of ``verify --self-test`` and holds it against the oracle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from mutants import Mutant, mutants, put_into
+
+ROOT = Path(__file__).resolve().parent.parent
+JUDGES = {
+    "planning/normalizers.py": (
+        "tests/test_normalizers.py tests/test_normalizer_paths.py", "tests/test_plan.py tests/test_invariance.py",
+        "tests/test_plan_ranks.py",
+    ),
+    "megatron/context_parallel.py": ("tests/test_context_parallel.py -m 'not multiproc'", "layouts"),
+    "megatron/factors.py": ("layouts", "tests/test_refusals.py", "tests/test_moe.py"),
+    "megatron/step.py": ("layouts", "tests/test_step.py", "tests/test_refusals.py", "tests/test_moe.py"),
+}  # fmt: skip
+"""File to stages of tests, the quickest first."""
+
+
+@dataclass
+class Running:
+    """A mutant under trial."""
+
+    number: int
+    mutant: Mutant
+    started: float
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool; 1 where a mutant survives."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--file", required=True, help="below megatron_pgloss/")
+    parser.add_argument("--judge", action="append", help="arguments for pytest, or 'layouts'; may be repeated")
+    parser.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N mutants")
+    parser.add_argument("--limit", type=int, metavar="N", help="at most N mutants")
+    parser.add_argument("--lines", metavar="A-B", help="mutants of these lines alone")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=120, help="seconds for a mutant, all stages together")
+    parser.add_argument("--list", action="store_true", help="name the mutants and run nothing")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    source = (ROOT / "megatron_pgloss" / args.file).read_text(encoding="utf-8")
+    found = mutants(source)
+    if args.lines:
+        first, last = map(int, args.lines.split("-"))
+        found = [one for one in found if first <= one.line <= last]
+    chosen = found[args.skip :][: args.limit]
+    if args.list:
+        print(*(f"{number} {one}" for number, one in enumerate(chosen, args.skip)), sep="\n")
+        return 0
+    stages = args.judge or JUDGES.get(args.file)
+    if not stages:
+        parser.error(f"no tests are known for {args.file}: name them by --judge")
+    with tempfile.TemporaryDirectory() as folder:
+        module = warm(Path(folder), args.file)
+        fates = trial(module, chosen, list(stages), args)
+    survivors = [one for number, one in enumerate(chosen) if fates[number] == "survived"]
+    for one in survivors:
+        print(f"SURVIVED {args.file} {one}")
+    print(f"{args.file}: {len(chosen)} mutants of {len(found)}, {len(survivors)} survived")
+    if args.json:
+        rows = [{"line": one.line, "change": one.change, "fate": fates[i]} for i, one in enumerate(chosen)]
+        args.json.write_text(json.dumps({"file": args.file, "stages": stages, "mutants": rows}, indent=1) + "\n")
+    return int(bool(survivors))
+
+
+def warm(folder: Path, file: str) -> ModuleType:
+    """A copy of package and tests, with everything heavy imported from it."""
+    for part in ("megatron_pgloss", "tests"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    os.chdir(folder)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    sys.dont_write_bytecode = True
+    sys.path[:] = [str(folder), str(folder / "tests"), *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import pytest  # noqa: F401
+        import torch
+
+        torch.set_num_threads(1)
+        for name in ("verify.faults", "adapters", "presets"):
+            if (folder / "megatron_pgloss" / f"{name.replace('.', '/')}.py").exists():
+                importlib.import_module(f"megatron_pgloss.{name}")
+        for name in ("distributed", "models.gpt.gpt_layer_specs", "pipeline_parallel", "optimizer"):
+            importlib.import_module(f"megatron.core.{name}")
+        module = importlib.import_module("megatron_pgloss." + file.removesuffix(".py").replace("/", "."))
+    assert Path(str(module.__file__)).is_relative_to(folder), module.__file__
+    return module
+
+
+def trial(module: ModuleType, chosen: list[Mutant], stages: list[str], args: argparse.Namespace) -> dict[int, str]:
+    """Number of each mutant to its fate. The file as it is goes first, put in like a mutant, and must survive."""
+    same = Mutant(0, "unchanged", ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")))
+    waiting = [(-1, same), *enumerate(chosen)]
+    running: dict[int, Running] = {}
+    fates: dict[int, str] = {}
+    while waiting or running:
+        while waiting and len(running) < (args.jobs if -1 in fates else 1) and (-1 in fates or not running):
+            number, mutant = waiting.pop(0)
+            running[_fork(module, mutant, stages)] = Running(number, mutant, time.monotonic())
+        for pid, one in list(running.items()):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            took = time.monotonic() - one.started
+            if not done and took > args.timeout:
+                os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            elif not done:
+                continue
+            del running[pid]
+            fates[one.number] = _fate(os.waitstatus_to_exitcode(status) if done else None, stages)
+            print(f"[{len(fates) - 1}/{len(chosen)}] {fates[one.number]}, {took:.1f} s: {one.mutant}", flush=True)
+            if one.number == -1 and fates[-1] != "survived":
+                raise SystemExit("the file as it is does not pass")
+        time.sleep(0.02)
+    return fates
+
+
+def _fate(code: int | None, stages: list[str]) -> str:
+    if code is None:
+        return "killed by time"
+    if code == 0:
+        return "survived"
+    return f"killed by {stages[code - 1]}" if 0 < code <= len(stages) else f"killed: exit code {code}"
+
+
+def _fork(module: ModuleType, mutant: Mutant, stages: list[str]) -> int:
+    """A process that tries the mutant; its exit code is the number of the stage that failed, or 0."""
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()  # so that its worlds can be ended with it
+    quiet = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(quiet, stream)
+    code = len(stages) + 1
+    try:
+        _fork_worlds()
+        put_into(module, mutant)
+        code = next((number for number, stage in enumerate(stages, 1) if not _passes(stage)), 0)
+    finally:
+        os._exit(code)
+
+
+def _fork_worlds() -> None:
+    import torch.multiprocessing as mp
+
+    real = mp.get_context
+    mp.get_context = lambda kind=None: real("fork")
+
+
+def _passes(stage: str) -> bool:
+    if stage != "layouts":
+        import pytest
+
+        return pytest.main([*shlex.split(stage), "-x", "-q", "-p", "no:cacheprovider"]) == 0
+    from worlds import run_world
+
+    try:
+        return all(run_world(_clean, 4, timeout=100))
+    except AssertionError:
+        return False
+
+
+def _clean(rank: int, world: int) -> bool:
+    from megatron_pgloss.verify.faults import put_in
+
+    warnings.simplefilter("ignore")
+    return put_in([]).ok
+
+
+if __name__ == "__main__":
+    sys.exit(main())
