@@ -39,8 +39,8 @@ def leaf(*values: float) -> list[Tensor]:
 def run(rows: list[dict[str, Any]], *components: dict[str, Any], **spec: Any) -> dict[str, Any]:
     """The oracle's answer, with ``grads``: of the loss by each row's log-probs."""
     logp = spec.pop("logp", None) or leaves(rows)
-    entropies, coef = spec.pop("entropies", None), spec.pop("coef", None)
-    result = oracle_loss(logp, entropies, rows, spec | {"components": list(components)}, coef)
+    entropies, coef, version = spec.pop("entropies", None), spec.pop("coef", None), spec.pop("version", None)
+    result = oracle_loss(logp, entropies, rows, spec | {"components": list(components)}, coef, version=version)
     result["loss"].backward()
     return result | {"grads": [torch.zeros_like(x) if x.grad is None else x.grad for x in logp]}
 

@@ -24,10 +24,10 @@ def pictured(*rows: str, dtype: torch.dtype = torch.float64, **given: Any) -> pg
     """
     text = "".join(rows)
     more: dict[str, Any] = {"advantages": 1.0} | given
-    for name in ("advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs"):
+    for name in ("advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs", "values", "returns"):
         if name in more:
             more[name] = _stream(more[name], rows, dtype)
-    for name, kind in (("weights", dtype), ("masks", torch.bool)):
+    for name, kind in (("weights", dtype), ("streams", dtype), ("masks", torch.bool)):
         if name in more:
             more[name] = {key: _stream(value, rows, kind) for key, value in more[name].items()}
     if "turn_ids" in more:
@@ -63,6 +63,8 @@ class Answer:
     grad_T: Tensor
     entropy_grad_T: Tensor
     """Zeros where no component reads the entropy."""
+    value_grad_T: Tensor
+    """Zeros where there is no value head."""
     metrics: dict[str, float]
     outs: list[pg.LossOutput]
     plan: pg.Plan
@@ -82,27 +84,35 @@ def solve(
     logp: Tensor | Sequence[float],
     entropy: Tensor | Sequence[float] | None = None,
     *,
+    value: Tensor | Sequence[float] | None = None,
     split: pg.Split = ONE,
     coef: Mapping[str, float] | None = None,
+    version: int | None = None,
     fill: float = NAN,
     **options: Any,
 ) -> Answer:
-    """Plan, score every micro-batch with ``logp`` (and ``entropy``), add up, run backward.
+    """Plan, score every micro-batch with ``logp`` (and ``entropy``, ``value``), add up, run backward. A statistics pass
+    goes before where the spec needs one.
 
     Args:
         logp: [T], target-aligned: entry t is about the token after position t. Lists become float64.
         fill: what the model gives at padding.
     """
     given = [batches] if isinstance(batches, pg.TokenBatch) else list(batches)
-    plan = pg.plan(given, spec, split=split, coef=coef)
+    plan = pg.plan(given, spec, split=split, coef=coef, version=version)
     logp_T = _leaf(logp)
-    entropy_T = None if entropy is None else _leaf(entropy)
+    entropy_T, value_T = (None if given is None else _leaf(given) for given in (entropy, value))
+
+    def scored(micro: pg.MicroBatch) -> pg.TokenLogprobs:
+        entropy = None if entropy_T is None else arrange(micro, entropy_T, fill)
+        return pg.TokenLogprobs(logprob=arrange(micro, logp_T, fill), entropy=entropy)
+
+    if plan.needs_statistics:
+        plan = pg.statistics(plan, [scored(micro) for micro in plan.microbatches()])
     total, outs = torch.zeros((), dtype=torch.float64), []
     for micro in plan.microbatches():
-        lp = pg.TokenLogprobs(
-            logprob=arrange(micro, logp_T, fill), entropy=None if entropy_T is None else arrange(micro, entropy_T, fill)
-        )
-        out = pg.policy_loss(lp, micro, **options)
+        worth = None if value_T is None else arrange(micro, value_T, fill)
+        out = pg.policy_loss(scored(micro), micro, value=worth, **options)
         total = total + out.loss
         outs.append(out)
     total.backward()
@@ -112,6 +122,7 @@ def solve(
         loss=float(total.detach()),
         grad_T=logp_T.grad,
         entropy_grad_T=torch.zeros_like(logp_T) if entropy_T is None or entropy_T.grad is None else entropy_T.grad,
+        value_grad_T=torch.zeros_like(logp_T) if value_T is None or value_T.grad is None else value_T.grad,
         metrics=metrics,
         outs=outs,
         plan=plan,

@@ -13,10 +13,13 @@ from torch import Tensor
 import megatron_pgloss as pg
 
 PUBLIC = (
-    "Author Clip CrossEntropy DataError DropTruncated DropZeroAdvantage Entropy KL LayoutError LossOutput LossSpec "
-    "MicroBatch NonFiniteError PGLossError Plan PolicyGradient Reinforce RoleTable Sampler Span SpecError Split Term "
-    "Termination TokenBatch TokenLogprobs Trace TruncatedIS UnsupportedError UserMask __version__ minibatches plan "
-    "policy_loss presets token_logprobs weighted_sum"
+    "Author CISPO Clip CovarianceGate CrossEntropy CustomRatio DRO DataError Distill DropTruncated "
+    "DropZeroAdvantage Entropy EntropyGate FIPO GMPO Gate IcePop KL KLGate KeepPositiveAdvantage LayoutError "
+    "LossOutput LossSpec MicroBatch NLL NonFiniteError PGLossError Plan PolicyGradient REAL Ratio RatioGate "
+    "RatioMask Reinforce Reject RoleTable SAPO Sampler SecondMomentGate SequenceGate Span SpecError Split "
+    "Staleness Surrogate TOPR TVGate Term Termination TokenBatch TokenLogprobs Trace TruncatedIS Unclipped "
+    "UnsupportedError UserMask VESPO Value Veto __version__ advantages minibatches plan policy_loss presets "
+    "statistics token_logprobs voters weighted_sum"
 )
 VOCAB, B, L = 11, 8, 7
 

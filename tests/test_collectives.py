@@ -40,6 +40,25 @@ def three(x: Any) -> torch.Tensor:
     return sequence_mean(x) + x.prefix_sum(x.log_ratio).tanh() + x.unit_sum(x.logp, "turn")
 
 
+def chained(x: Any) -> torch.Tensor:
+    """A statistic of a statistic, beside one that waits for nothing."""
+    centred = x.log_ratio - x.unit_mean(x.log_ratio, "sequence")
+    return x.unit_mean(centred.square(), "sequence") + x.unit_sum(x.logp, "turn")
+
+
+def extremes(x: Any) -> torch.Tensor:
+    """A smallest value beside sums: one operation over the ranks cannot take both."""
+    return three(x) + x.prefix_min(x.log_ratio) * x.logp
+
+
+def in_place(x: Any) -> torch.Tensor:
+    """Statistics written into another tensor: they cannot wait for each other."""
+    both = torch.zeros_like(x.logp)
+    both[:] = x.unit_mean(x.log_ratio, "sequence").square()
+    both += x.unit_sum(x.logp, "turn")
+    return both
+
+
 def frozen(x: Any) -> torch.Tensor:
     """A statistic without gradient: nothing to send back."""
     return x.unit_mean(x.log_ratio.detach(), "sequence") * x.logp
@@ -76,14 +95,24 @@ CASES = {
     "tp2, fewer rows": Case(Job(tp=2), layouts.rich, KEYED, {"tp": 1}, rows=4),
     "tp4": Case(Job(tp=4), layouts.rich, {"world": 1}, {"tp": 1}),
     "tp2 pp2, per-token": Case(Job(tp=2, pp=2, per_token=True), layouts.rich, {"world": 1}, {"tp": 1}),
-    # Routed tokens differ from rank to rank where lengths may: one more gather for Megatron's token count.
-    "pp2, per-token, variable": Case(
-        Job(pp=2, per_token=True, model=dict(variable_seq_lengths=True)), spec, {"world": 1, "dp": 1}
+    "pp2, per-token, variable": Case(Job(pp=2, per_token=True, model=dict(variable_seq_lengths=True)), spec),
+    # Padding counts for MoE losses, and differs from rank to rank: one more gather for Megatron's token count.
+    "pp2, per-token, variable, MoE losses": Case(
+        Job(pp=2, per_token=True, model=dict(variable_seq_lengths=True, experts=4, topk=2, moe_aux_coeff=0.1)),
+        spec,
+        {"world": 1, "dp": 1},
     ),
     "cp2": Case(Job(cp=2), spec),
     "cp2, one statistic": Case(Job(cp=2), lambda: spec(sequence_mean), micro={"cp": 2}),
     "cp2, without gradient": Case(Job(cp=2), lambda: spec(frozen), micro={"cp": 1}),
-    "cp2, three statistics": Case(Job(cp=2), lambda: spec(three), micro={"cp": 6}),
+    "cp2, three statistics": Case(Job(cp=2), lambda: spec(three), micro={"cp": 2}),
+    "cp2, larger micro-batches": Case(Job(cp=2, split=BIG), lambda: spec(three), micro={"cp": 2}),
+    "cp2, fewer rows": Case(Job(cp=2), lambda: spec(three), micro={"cp": 2}, rows=4),
+    "cp2, every component": Case(Job(cp=2), layouts.rich, KEYED, {"cp": 2}),
+    "cp2, extremes too": Case(Job(cp=2), lambda: spec(extremes), micro={"cp": 2}),
+    # As many as the chain is long, and as many in backward.
+    "cp2, a statistic of a statistic": Case(Job(cp=2), lambda: spec(chained), micro={"cp": 4}),
+    "cp2, statistics written in place": Case(Job(cp=2), lambda: spec(in_place), micro={"cp": 4}),
     "cp2, one rank empty": Case(Job(cp=2, empty_rank=True), lambda: spec(sequence_mean), micro={"cp": 2}),
     "cp4 packed": Case(Job(cp=4, split=pg.Split(max_tokens=80)), lambda: spec(sequence_mean), micro={"cp": 2}),
     "tp2 cp2": Case(Job(tp=2, cp=2), lambda: spec(sequence_mean), micro={"tp": 1, "cp": 2}),
@@ -168,7 +197,7 @@ def test_a_plan_is_one_gather_over_the_world_and_one_over_data_where_prompts_are
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_microbatch_is_one_gather_over_tensor_ranks_and_a_sum_per_statistic(name: str, found: Any) -> None:
+def test_a_microbatch_is_one_gather_over_tensor_ranks_and_one_for_all_statistics(name: str, found: Any) -> None:
     for seen in (by_rank[name] for by_rank in found):
         want = {axis: n * seen["number"] for axis, n in CASES[name].micro.items()} if seen["last"] else {}
         assert seen["micro"] == want
@@ -196,3 +225,4 @@ def test_the_cases_differ_in_what_must_not_matter(found: Any) -> None:
         len({numbers[name] for name in ("tp2, every component", "tp2, larger micro-batches", "tp2, fewer rows")}) == 3
     )
     assert numbers["tp2, every component"] >= 3
+    assert len({numbers[f"cp2, {name}"] for name in ("three statistics", "larger micro-batches", "fewer rows")}) == 3

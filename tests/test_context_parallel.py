@@ -16,7 +16,6 @@ import torch
 from jobs import Job
 
 import megatron_pgloss as pg
-from data import Row, attach_streams
 from megatron_pgloss.megatron.context_parallel import shard, zigzag
 from megatron_pgloss.planning import Arrangement
 from worlds import run_world
@@ -64,6 +63,13 @@ def test_packed_rows_are_cut_per_document_by_hand() -> None:
     ]
     positions = [shard(micro, rank, 2, None).position_ids.tolist() for rank in (0, 1)]
     assert positions == [[[0, 1, 6, 7, 0, 3]], [[2, 3, 4, 5, 1, 2]]]
+
+
+@pytest.mark.parametrize("split", [pg.Split(sequences=1), pg.Split(max_tokens=8)])
+def test_a_shard_knows_its_chunks_and_how_many_there_are(split: pg.Split) -> None:
+    part = shard(micro_of([[*range(10, 18)]], [[0, *[1] * 7]], 2, split), 1, 2, None)
+    assert part.chunks == 4
+    assert part.chunk_N.tolist() == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4])
@@ -125,26 +131,6 @@ def spec() -> pg.LossSpec:
     )
 
 
-def rows_inside_one_rank(model_fn: Any, hit: int, count: int) -> list[Row]:
-    """Rows of 16 tokens: the first ``hit`` with actions all over, the rest with the last two tokens alone."""
-    from megatron_pgloss.verify.oracle import oracle_logprobs
-
-    rows: list[Row] = []
-    for i in range(count):
-        tokens = [(7 * i + 5 * k + k * k) % jobs.VOCAB for k in range(16)]
-        action = [k > 1 if i < hit else k >= 14 for k in range(16)]
-        rows.append({
-            "name": f"r{i}", "tokens": tokens, "action": action, "observation": [False] * 16,
-            "prompt": f"p{i // 2}", "episode": i,
-            "advantages": [(-1.0) ** i] * 16, "masks": {"keep": [True] * 16}, "weights": {"rl": [1.0] * 16},
-            "termination": "success", "temperature": None, "turn": None,
-        })  # fmt: skip
-    with torch.no_grad():
-        scored = [oracle_logprobs(model_fn(torch.tensor(row["tokens"])[None])[0], row["tokens"])[0] for row in rows]
-    attach_streams(rows, scored, 3, scale=0.4)
-    return rows
-
-
 JOBS = {
     # name: (layout, rows with actions everywhere). Two data-parallel ranks of cp 2, or one of cp 4.
     "cp2, a rank without members": (Job(cp=2), 0),
@@ -160,7 +146,7 @@ def visit(rank: int, world: int) -> dict[str, Any]:
     chunks, model_fn = jobs.oracle_model()
     answers = {}
     for hit in {hit for _, hit in JOBS.values()}:
-        rows = rows_inside_one_rank(model_fn, hit, 6)
+        rows = jobs.rows_of_step(3, model_fn, tail=True, everywhere=hit)
         answers[hit] = (rows, *jobs.oracle_answer(chunks, model_fn, rows, spec()))
     layouts.leave(chunks)
     found: dict[str, Any] = {}

@@ -68,11 +68,16 @@ def test_every_metric_by_hand() -> None:
     assert rest == {"rl/fault_at", "entropy/fault_at", "ce/fault_at"} and all(isnan(found[name]) for name in rest)
 
 
-SPECS = {name: preset.build(*([4096] if name == "dr_grpo" else [])) for name, preset in pg.presets.PRESETS.items()}
+SPECS = {name: preset.build(**preset.example) for name, preset in pg.presets.PRESETS.items()}
 SPECS |= {
     "everything": pg.presets.grpo(corrections=[pg.TruncatedIS(on=("rl", "kl"))], entropy=0.1, dual=2.0)
     .add(pg.Term("own", lambda x: x.logp))
     .add(pg.KL(name="kl_old", to="old")),
+    "late": pg.presets.ppo(
+        old="policy",
+        corrections=[pg.TruncatedIS(of="policy"), pg.IcePop(of="policy")],
+        gates=[pg.TVGate(low=0.2, high=0.2), pg.RatioGate(), pg.Gate(lambda x: x.logp.exp())],
+    ),
     "ratio none": pg.LossSpec(components=[pg.PolicyGradient(ratio="none")]),
 }
 GIVEN: dict[str, dict[str, Any]] = {
@@ -88,10 +93,12 @@ def test_names_are_what_is_measured_and_documented(name: str, given_streams: str
     """What other ranks are told to expect is what arrives, in order, and each is in the table with its kind."""
     spec = SPECS[name]
     streams = dict(GIVEN[given_streams])
-    streams |= {f"{stream}_logprobs": -1.0 for stream in spec.readers if stream != "advantages"}
-    batch = pictured("cAo", **streams)
+    for stream in set(spec.readers) - {"advantages"}:
+        streams[stream if stream in ("values", "returns") else f"{stream}_logprobs"] = -1.0
+    batch = pictured("cAo", sample_ids=["a"], **streams)
     computed = entropy or spec.needs_entropy
-    answer = solve(batch, spec, [-0.5, -0.5, NAN], [0.1] * 3 if computed else None)
+    critic = [0.3] * 3 if name == "critic" else None
+    answer = solve(batch, spec, [-0.5, -0.5, NAN], [0.1] * 3 if computed else None, value=critic)
     there = frozenset(batch.streams)
     expected = [name for part in spec.components for name in names(part, spec, there, computed)]
     (out,) = answer.outs

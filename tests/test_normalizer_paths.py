@@ -23,6 +23,15 @@ from megatron_pgloss.spec import parse
         ("seq-mean-token-mean", "mean(sequence) > mean(token)"),
         ("seq-mean-token-sum", "mean(sequence) > sum(token)"),
         ("token-sum", "sum(token)"),
+        ("prompt-mean", "mean(prompt) > mean(token)"),
+        ("sequence_mean", "mean(sequence) > mean(token)"),
+        ("verl:token-mean", "mean(token)"),
+        ("verl<=0.7.0:seq-mean-token-mean", "mean(sequence) > mean(token)"),
+        # The one mode that changed its meaning, by verl's loss_scale_factor.
+        ("seq-mean-token-sum-norm/4096", "mean(sequence) > sum(token)/4096"),
+        ("verl>=0.7.1:seq-mean-token-sum-norm/4096", "mean(sequence) > sum(token)/4096"),
+        ("verl<=0.7.0:seq-mean-token-sum-norm/4096", "sum(sequence) > sum(token)/4096"),
+        ("verl==0.6.1:seq-mean-token-sum-norm / 512", "sum(sequence) > sum(token)/512"),
     ],
 )
 def test_a_path_is_kept_in_one_written_form(written: str, kept: str) -> None:
@@ -52,6 +61,10 @@ def test_units_are_named_outermost_first() -> None:
         ("mean(word)", ("cannot read the level", "prompt, episode, sequence, turn, token")),
         ("batch-mean", ("cannot read the level",)),
         # Its divisor would be the padded width: another one for every padding.
+        ("verl<=0.7.0:seq-mean-token-sum-norm", ("refused", "padded width")),
+        ("verl<=0..7:seq-mean-token-sum-norm/4", ("cannot read the version",)),
+        ("verl:seq-mean-token-sum-norm/0", ("divisor must be positive",)),
+        ("verl:token-mean/4", ("cannot read the level",)),
         ("seq-mean-token-sum-norm", ("refused", "padded width", "mean(sequence) > sum(token)/BUDGET")),
     ],
 )

@@ -184,7 +184,7 @@ def test_term_sees_the_streams_and_unit_statistics():
         run(rows, term | {"fn": "test_oracle_losses:ratio_times_advantage"})["loss"],
         sum_exp(1, 2, 4),
     )
-    with pytest.raises(DataError, match="one loss per token"):
+    with pytest.raises(DataError, match="one number per token"):
         run(rows, term | {"fn": lambda x: x.logp.sum()})
 
 

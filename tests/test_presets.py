@@ -121,8 +121,101 @@ def test_unknown_parts_are_refused_with_the_nearest_name(build: Any, words: tupl
 
 
 def test_every_preset_has_a_name_a_paper_and_a_place_in_it() -> None:
-    assert list(pg.presets.PRESETS) == ["reinforce", "ppo", "grpo", "dr_grpo", "dapo", "echo"]
+    assert list(pg.presets.PRESETS)[:6] == ["reinforce", "ppo", "grpo", "dr_grpo", "dapo", "echo"]
     for name, preset in pg.presets.PRESETS.items():
-        built = pg.presets.get(name, **({"budget": 64} if name == "dr_grpo" else {}))
+        built = pg.presets.get(name, **preset.example)
         assert preset.build is getattr(pg.presets, name) and preset.source and preset.equation
-        assert built == pg.LossSpec.from_toml(built.to_toml())
+        assert built == pg.LossSpec.from_toml(built.to_toml()), name
+        assert preset.build.__doc__, name
+
+
+TOKEN, SUM = "mean(token)", "mean(sequence) > sum(token)"
+MORE: dict[str, tuple[Any, str | pg.Ratio, str, str]] = {
+    # name: surrogate, ratio, normaliser, old
+    "gspo": (pg.Clip(low=3e-4, high=4e-4), "sequence", SEQUENCE, "given"),
+    "gspo_token": (pg.Clip(low=3e-4, high=4e-4), "sequence_token", SEQUENCE, "given"),
+    "luspo": (pg.Clip(low=3e-4, high=4e-4), "sequence", SUM, "given"),
+    "gmpo": (pg.GMPO(low=0.4, high=0.4), "token", SEQUENCE, "given"),
+    "cispo": (pg.CISPO(low=None, high=4.0, bound="relative"), "token", TOKEN, "given"),
+    "aipo": (pg.CISPO(low=None, high=4.0, bound="absolute"), "token", TOKEN, "rollout"),
+    "topr": (pg.TOPR(positive=(1, 1), negative=(0, 1)), "sequence_sum", SUM, "rollout"),
+    "vespo": (
+        pg.VESPO(k_positive=2, lam_positive=3, k_negative=3, lam_negative=2), "sequence_sum", TOKEN, "rollout",
+    ),
+    "sapo": (pg.SAPO(tau_positive=1.0, tau_negative=1.05), "token", SEQUENCE, "given"),
+    "gpg": (pg.Reinforce(), "none", TOKEN, "policy"),
+    "dro": (pg.DRO(beta=0.1), "token", TOKEN, "given"),
+    "kimi": (pg.DRO(beta=0.1), pg.Ratio(level="sequence", statistic="sum", gradient="through"), SEQUENCE, "given"),
+    "fipo": (
+        pg.FIPO(low=0.2, high=0.28, delta=10.0, half_life=32.0, reach=0.2, both=False, safe_ratio=4.0),
+        "token", TOKEN, "given",
+    ),
+    "real": (pg.REAL(tau=0.5), "sequence", SEQUENCE, "given"),
+    "opsm": (pg.Clip(low=0.2, high=0.2), "token", SEQUENCE, "given"),
+    "dppo_tv": (pg.Unclipped(), "token", TOKEN, "rollout"),
+    "dppo_kl": (pg.Unclipped(), "token", TOKEN, "rollout"),
+    "prime_dppo": (pg.Unclipped(), "token", TOKEN, "rollout"),
+    "prime_ipo": (pg.Unclipped(), "token", TOKEN, "rollout"),
+    "icepop": (pg.Clip(low=0.2, high=0.2), "token", SEQUENCE, "given"),
+    "high_entropy": (pg.Clip(low=0.2, high=0.28), "token", TOKEN, "given"),
+    "clip_cov": (pg.Clip(low=0.2, high=0.2), "token", TOKEN, "given"),
+    "kl_cov": (pg.Unclipped(), "token", TOKEN, "given"),
+    "m2po": (pg.Unclipped(), "token", TOKEN, "given"),
+    "distill": (pg.Distill(), "token", TOKEN, "rollout"),
+    "opd": (pg.Distill(), "none", TOKEN, "policy"),
+    "nll": (pg.NLL(), "none", TOKEN, "given"),
+    "lite_ppo": (pg.Clip(low=0.2, high=0.2), "token", TOKEN, "given"),
+}  # fmt: skip
+RULES: dict[str, dict[str, Any]] = {
+    "gpg": {"masks": (pg.DropZeroAdvantage(),)},
+    "opsm": {"gates": (pg.SequenceGate(threshold=0.1, base="rollout"),)},
+    "dppo_tv": {"gates": (pg.TVGate(low=0.2, high=0.2, base="rollout", sides="advantage", zero="kept"),)},
+    "dppo_kl": {"gates": (pg.KLGate(threshold=0.05, base="rollout"),)},
+    "prime_dppo": {
+        "gates": (pg.TVGate(low=0.2, high=0.2, zero="low"),), "masks": (pg.DropZeroAdvantage(on=("rl", "drift")),),
+    },
+    "prime_ipo": {
+        "gates": (pg.TVGate(low=0.1, high=0.1, sides="both"),), "masks": (pg.DropZeroAdvantage(on=("rl", "drift")),),
+    },
+    "icepop": {"corrections": (pg.IcePop(of="old", low=0.5, high=5.0),)},
+    "high_entropy": {"gates": (pg.EntropyGate(share=0.2),)},
+    "clip_cov": {"gates": (pg.CovarianceGate(select="band", share=2e-4, low=1.0, high=5.0, effect="drop", seed=0),)},
+    "kl_cov": {"gates": (pg.CovarianceGate(select="top", share=2e-3, effect="keep", on=("kl_cov",)),)},
+    "m2po": {"gates": (pg.SecondMomentGate(threshold=0.04, base="old"),)},
+    "distill": {"gates": (pg.TVGate(low=0.2, high=None, sides="both", on=("distill",)),)},
+}  # fmt: skip
+DRIFT = pg.KL(name="drift", estimator="k2", to="rollout", coef=2e-3)
+TERMS = {
+    "prime_dppo": (DRIFT,), "prime_ipo": (DRIFT,), "distill": (DRIFT,),
+    "kl_cov": (pg.KL(name="kl_cov", estimator="abs", to="old", coef=1.0),),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_the_rest_of_the_table_and_its_defaults(name: str) -> None:
+    surrogate, ratio, normalizer, old = MORE[name]
+    preset = pg.presets.PRESETS[name]
+    spec = preset.build(**preset.example)
+    rl, *others = spec.components
+    assert isinstance(rl, pg.PolicyGradient)
+    assert (rl.surrogate, rl.ratio, rl.normalizer, spec.old, rl.coef) == (surrogate, ratio, normalizer, old, 1.0)
+    assert tuple(others) == TERMS.get(name, ())
+    for field in ("masks", "gates", "corrections"):
+        assert getattr(spec, field) == RULES.get(name, {}).get(field, ()), field
+
+
+def test_every_preset_is_in_a_table() -> None:
+    assert set(MORE) | {"reinforce", "ppo", "grpo", "dr_grpo", "dapo", "echo", "critic"} == set(pg.presets.PRESETS)
+    assert pg.presets.critic().components == (pg.Value(clip=0.2),)
+
+
+def test_a_callers_own_rules_stand_beside_those_of_the_preset() -> None:
+    own = pg.UserMask(name="mine")
+    assert pg.presets.gpg(masks=[own]).masks == (pg.DropZeroAdvantage(), own)
+    assert pg.presets.dppo_tv(gates=[pg.RatioGate()]).gates == (pg.TVGate(low=0.2, high=0.2), pg.RatioGate())
+    assert pg.presets.icepop(corrections=[pg.TruncatedIS()]).corrections == (pg.IcePop(), pg.TruncatedIS())
+    assert pg.presets.prime_dppo(kl_tau=0, zero_advantage="keep").names == ("rl",)
+    assert pg.presets.nll(positive=True).masks == (pg.KeepPositiveAdvantage(on=("nll",)),)
+    assert pg.presets.gspo(unit="turn").components[0].ratio == "turn"  # type: ignore[union-attr]
+    assert pg.presets.cispo(low=0.2, high=0.2, bound="relative").components[0].surrogate.low == 0.2  # type: ignore[union-attr]
+    refused(pg.SpecError, lambda: pg.presets.prime_ipo(zero_advantage="drp"), "'drop' or 'keep'")

@@ -87,6 +87,13 @@ def wrapped_by(name: str) -> Callable[[Chunks], Chunks]:
     return change
 
 
+def old_prediction(chunks: Chunks) -> Chunks:
+    """Multi-token prediction in a config without the hook that 0.19 brought."""
+    config_of(chunks).mtp_num_layers = 1
+    vars(config_of(chunks)).pop("mtp_grad_scale_func", None)
+    return chunks
+
+
 REFUSED: dict[str, tuple[Job, Callable[[Chunks], Chunks]]] = {
     "no finalize_model_grads_func": (Job(), setting(finalize_model_grads_func=None)),
     "overlap_grad_reduce without no_sync_func": (Job(model=layouts.OVERLAP), setting(no_sync_func=None)),
@@ -98,7 +105,7 @@ REFUSED: dict[str, tuple[Job, Callable[[Chunks], Chunks]]] = {
     "Megatron-FSDP": (Job(), wrapped_by("megatron")),
     "hybrid context parallelism": (Job(cp=2), setting(hybrid_context_parallel=True)),
     "expert-parallel overlap (combined 1F1B)": (Job(), setting(overlap_moe_expert_parallel_comm=True)),
-    "multi-token prediction": (Job(), setting(mtp_num_layers=1)),
+    "multi-token prediction before megatron-core 0.19": (Job(), old_prediction),
     "generalised tensor parallelism (gtp_remat)": (Job(), lambda chunks: chunks),
 }
 

@@ -214,3 +214,13 @@ def test_weighted_sum_selects_before_it_multiplies() -> None:
         found.backward()
         assert found.item() == 3.0 and found.dtype == torch.float32
         assert values.grad is not None and values.grad.tolist() == [[1.0, 0.0, 0.0]]
+
+
+def test_a_turn_whose_id_comes_back_is_summed_across_the_gap() -> None:
+    """Turn 0 holds the first and the third action, turn 1 the second."""
+    term = pg.Term("t", lambda x: x.prefix_sum(x.logp, "turn") * x.logp.detach(), normalizer="sum(token)")
+    batch = pictured("cAAA", turn_ids=[-1, 0, 1, 0])
+    logp = [2.0, 3.0, 5.0, 0.0]
+    answer = solve(batch, pg.LossSpec(components=[term]), logp)
+    assert answer.loss == 2 * 2 + 3 * 3 + (2 + 5) * 5
+    assert answer.grad_T.tolist() == [2 + 5, 3, 5, 0]

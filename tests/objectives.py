@@ -1,0 +1,246 @@
+"""Every part that a spec can have, found in the spec's own unions, and a step in which each of them can show.
+
+A new kind of surrogate, correction or gate is picked up by itself; one that cannot be built from its defaults needs a
+line in `ARGUMENTS`, and says so.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, get_args
+
+import jobs
+import torch
+from steps import NAN, ONE, Answer, solve
+from torch import Tensor
+
+import megatron_pgloss as pg
+from data import Dice, Row, attach_streams
+from megatron_pgloss.spec.corrections import Correction
+from megatron_pgloss.spec.gates import AnyGate
+from megatron_pgloss.spec.ratios import SHORT
+from megatron_pgloss.spec.surrogates import TOKEN_RATIO_ONLY, AnySurrogate
+from megatron_pgloss.verify.oracle import oracle_loss
+
+NOW = 9
+"""Version of the policy."""
+
+
+def softer(x: Any) -> Tensor:
+    """A surrogate of one's own."""
+    return -(x.ratio.tanh() * x.advantage + 0.1 * x.log_ratio.square())
+
+
+def from_here_on(x: Any) -> Tensor:
+    """A ratio of one's own: half the token's, half the mean of its turn."""
+    return 0.5 * x.log_ratio + 0.5 * x.unit_mean(x.log_ratio, "turn")
+
+
+def agreeing(x: Any) -> Tensor:
+    """A gate of one's own."""
+    return x.advantage * (x.logp - x.old) > -0.1
+
+
+def fading(x: Any) -> Tensor:
+    """A soft gate of one's own."""
+    return (-(x.logp - x.old).abs()).exp()
+
+
+ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "CISPO": ((), {"high": 0.1}),
+    "TOPR": ((), {"positive": (0.9, 1.3), "negative": (0.5, 1.0)}),
+    "Surrogate": ((softer,), {}),
+    "RatioMask": ((), {"low": 0.93, "high": 1.07}),
+    "IcePop": ((), {"low": 0.8, "high": 1.4}),
+    "TruncatedIS": ((), {"high": 1.1}),
+    "Reject": ((), {"high": 0.05}),
+    "Veto": ((), {"low": 0.6}),
+    "Staleness": ((), {"max_lag": 3}),
+    "TVGate": ((), {"low": 0.02, "high": 0.03}),
+    "KLGate": ((), {"threshold": 0.002}),
+    "RatioGate": ((), {"low": 0.8, "high": 1.3}),
+    "SequenceGate": ((), {"threshold": 0.02}),
+    "CovarianceGate": ((), {"share": 0.1, "low": 0.0}),
+    "Gate": ((agreeing,), {}),
+    "GMPO": ((), {"low": 0.2, "high": 0.2}),
+    "FIPO": ((), {"half_life": 4.0, "safe_ratio": 1.2, "delta": 1.5}),
+}
+
+
+def built(union: Any) -> dict[str, Any]:
+    """Name to one of each kind in a union of spec parts."""
+    kinds = get_args(get_args(union)[0]) if get_args(union) else ()
+    found = {}
+    for kind in kinds:
+        args, kwargs = ARGUMENTS.get(kind.__name__, ((), {}))
+        found[kind.__name__] = kind(*args, **kwargs)
+    return found
+
+
+SURROGATES: dict[str, Any] = built(AnySurrogate) | {
+    "Clip, dual": pg.Clip(low=0.2, high=0.28, dual=1.4),
+    "Clip, delta": pg.Clip(low=0.2, high=0.28, delta=1.4),
+    "Clip, bounds as streams": pg.Clip(low="room", high="room"),
+    "CISPO, two bounds": pg.spec.CISPO(low=0.1, high=0.2),
+    "CISPO, absolute": pg.spec.CISPO(low=0.9, high=1.2, bound="absolute"),
+    "FIPO, both": pg.spec.FIPO(half_life=8.0, both=True, delta=None),
+    "GMPO by turn": pg.spec.GMPO(low=0.2, high="room", unit="turn"),
+}
+RATIOS: dict[str, Any] = {name: name for name in SHORT} | {
+    "of members": pg.spec.Ratio(over="members"),
+    "sum, through": pg.spec.Ratio(statistic="sum", level="turn"),
+    "prefix, through": pg.spec.Ratio(statistic="prefix"),
+    "prefix of turns": pg.spec.Ratio(statistic="prefix", level="turn", gradient="token"),
+    "own": pg.spec.CustomRatio(from_here_on, needs=("old",)),
+}
+PAIRS = [(s, r) for s in SURROGATES for r in RATIOS if r == "token" or not isinstance(SURROGATES[s], TOKEN_RATIO_ONLY)]
+
+TIS, REJECT = pg.TruncatedIS, pg.spec.Reject
+CORRECTIONS: dict[str, Any] = built(Correction) | {
+    **{f"IS by {level}": TIS(level=level, low=0.9, high=1.2) for level in ("sequence", "turn", "geometric")},
+    "IS by turn, geometric": TIS(level="turn_geometric", high=1.1),
+    "IS, mean 1": TIS(high=1.2, normalize=True),
+    "IS by sequence, mean 1": TIS(level="sequence", high=1.5, normalize=True),
+    "IS of a KL": TIS(high=1.1, on=("rl", "kl")),
+    "band without weight": pg.spec.IcePop(low=0.8, high=1.4, weight=False),
+    "product of turns": pg.spec.RatioMask(unit="turn", mean="product", low=0.6, high=1.4),
+    **{
+        f"{k} {how} by {unit}": REJECT(
+            estimator=k, statistic=how, unit=unit, high=high, **({"low": -0.1} if k == "k1" else {})
+        )
+        for k, how, unit, high in (
+            ("k1", "mean", "sequence", 0.05),
+            ("k1", "sum", "turn", 0.3),
+            ("k2", "max", "turn", 0.1),
+            ("k2", "mean", "token", 0.05),
+            ("k3", "max", "sequence", 0.3),
+            ("k3", "sum", "turn", 0.2),
+        )
+    },
+    "veto on both sides": pg.spec.Veto(low=0.5, high=2.0, unit="turn"),
+    "stale sequences": pg.spec.Staleness(max_lag=5, level="sequence"),
+    "stale turns": pg.spec.Staleness(max_lag=4, level="turn"),
+}
+GATES: dict[str, Any] = built(AnyGate) | {
+    "TV on both sides": pg.spec.TVGate(low=0.03, high=0.02, sides="both"),
+    "TV to old, one side": pg.spec.TVGate(low=None, high=0.02, base="old"),
+    "opsm by turn": pg.spec.SequenceGate(threshold=0.01, unit="turn", base="old"),
+    "covariance, top": pg.spec.CovarianceGate(select="top", share=0.1),
+    "covariance, alone kept": pg.spec.CovarianceGate(select="top", share=0.3, effect="keep"),
+    "soft": pg.spec.Gate(fading),
+}
+FORMS = {
+    f"{k}, {g}, to {to}, of {base}": pg.KL(estimator=k, gradient=g, to=to, base=base, coef=0.3)
+    for k in ("k1", "k2", "k3", "abs")
+    for g in ("plain", "k2", "weighted")
+    for to in ("ref", "old", "rollout")
+    for base in (("old", "rollout") if g == "weighted" else ("old",))
+}
+
+
+def rl(normalizer: str = "mean(sequence) > mean(token)", **more: Any) -> pg.PolicyGradient:
+    """A policy gradient under a normaliser that can tell lengths apart."""
+    return pg.PolicyGradient(normalizer=normalizer, **more)
+
+
+@functools.cache
+def step(seed: int = 3) -> tuple[list[Row], dict[str, list[Tensor]]]:
+    """Rows with every stream that anything reads; and what the model says, per row in token order."""
+    rows = jobs.rows_of_step(seed)
+    dice = Dice(seed + 1)
+    says = {name: [dice.normal(len(row["tokens"]), 0.5) for row in rows] for name in ("logp", "entropy", "value")}
+    says["logp"] = [x - 2.0 for x in says["logp"]]
+    says["entropy"] = [x.abs() for x in says["entropy"]]
+    attach_streams(rows, says["logp"], seed)
+    for row, value in zip(rows, says["value"], strict=True):
+        size = len(row["tokens"])
+        row["version"] = [dice.whole(NOW - 6, NOW) for _ in range(size)]
+        row["returns"] = (value + dice.normal(size, 0.5)).tolist()
+        row["values"] = (value + dice.normal(size, 0.3)).tolist()
+        row["streams"] = {"room": [0.1 + dice.whole(0, 3) / 10 for _ in range(size)]}
+    return rows, says
+
+
+def batch(rows: list[Row], spec: pg.LossSpec) -> pg.TokenBatch:
+    """The rows, with all their streams, as a user hands them over."""
+
+    def flat(values: list[list[Any]], dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.tensor([x for row in values for x in row], dtype=dtype)
+
+    def stream(name: str) -> Tensor:
+        return flat([row[name] for row in rows])
+
+    return pg.TokenBatch.from_packed(
+        tokens=flat([row["tokens"] for row in rows], torch.int64),
+        lengths=[len(row["tokens"]) for row in rows],
+        action_mask=flat([row["action"] for row in rows], torch.bool),
+        observation_mask=flat([row["observation"] for row in rows], torch.bool),
+        advantages=stream("advantages"), old_logprobs=stream("old"), rollout_logprobs=stream("rollout"),
+        ref_logprobs=stream("ref"), values=stream("values"), returns=stream("returns"),
+        versions=flat([row["version"] for row in rows], torch.int64),
+        streams={"room": flat([row["streams"]["room"] for row in rows])},
+        masks={"keep": flat([row["masks"]["keep"] for row in rows], torch.bool)},
+        weights={key: flat([row["weights"][key] for row in rows]) for key in ("rl", "ce") if key in spec.names},
+        prompt_ids=[row["prompt"] for row in rows], episode_ids=[row["episode"] for row in rows],
+        sample_ids=[row["name"] for row in rows], terminations=[row["termination"] for row in rows],
+    )  # fmt: skip
+
+
+def aligned(parts: list[Tensor], last: float = NAN) -> Tensor:
+    """Per row in token order to a target-aligned stream [T]."""
+    return torch.cat([piece for part in parts for piece in (part[1:], part.new_full((1,), last))])
+
+
+def answer(
+    spec: pg.LossSpec, split: pg.Split = ONE, order: list[int] | None = None, cuts: int = 1, **more: Any
+) -> Answer:
+    """The package's answer; ``order`` of the rows, which are dealt out to ``cuts`` batches."""
+    rows, says = step()
+    places = order if order is not None else list(range(len(rows)))
+    size = -(-len(places) // cuts)
+    batches = [batch([rows[i] for i in places[k : k + size]], spec) for k in range(0, len(places), size)]
+    logp_T, entropy_T, value_T = (aligned([says[name][i] for i in places]) for name in ("logp", "entropy", "value"))
+    return solve(
+        batches, spec, logp_T, entropy_T, value=value_T if "value" in {p.kind for p in spec.components} else None,
+        split=split, version=NOW, **more,
+    )  # fmt: skip
+
+
+def plain(spec: pg.LossSpec) -> dict[str, Any]:
+    """The spec as the oracle reads it."""
+    return spec.to_dict()
+
+
+def judged(spec: pg.LossSpec, **changes: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The oracle's answer, and its gradients by log-probs, entropies and values, target-aligned."""
+    rows, says = step()
+    rows = [
+        row | {"weights": {k: w for k, w in row["weights"].items() if k in spec.names}} | changes.get(row["name"], {})
+        for row in rows
+    ]
+    leaves = {name: [x.clone().requires_grad_() for x in parts] for name, parts in says.items()}
+    found = oracle_loss(leaves["logp"], leaves["entropy"], rows, plain(spec), values=leaves["value"], version=NOW)
+    found["loss"].backward()
+    grads = {
+        name: aligned([torch.zeros_like(x) if x.grad is None else x.grad for x in parts], 0.0)
+        for name, parts in leaves.items()
+    }
+    return found, grads
+
+
+NO_MODEL = {"critic"}
+"""Presets that read no log-prob: their value head is the user's own."""
+MORE: dict[str, dict[str, Any]] = {
+    "clip_cov": dict(share=0.05, floor=0.0), "kl_cov": dict(share=0.05), "opsm": dict(threshold=0.02),
+    "icepop": dict(floor=0.8, ceiling=1.3), "dppo_tv": dict(low=0.01, high=0.01), "dppo_kl": dict(threshold=0.001),
+    "prime_dppo": dict(low=0.01, high=0.01), "prime_ipo": dict(eps=0.01), "distill": dict(drop=0.01),
+    "cispo": dict(high=0.1), "aipo": dict(cap=1.1), "fipo": dict(half_life=4.0),
+}  # fmt: skip
+"""Numbers under which a rule of the preset acts on a step as small as this."""
+
+
+def presets() -> dict[str, pg.LossSpec]:
+    """Every preset as it comes, but for the numbers of `MORE`."""
+    return {
+        name: preset.build(**(dict(preset.example) | MORE.get(name, {}))) for name, preset in pg.presets.PRESETS.items()
+    }

@@ -1,0 +1,120 @@
+"""The fused head on real Megatron-Core models, four ranks: every parameter's gradient against the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import layouts
+import pytest
+import torch
+from layouts import quiet
+
+import megatron_pgloss as pg
+from megatron_pgloss.planning import Split
+from megatron_pgloss.verify.batches import batches_of
+from megatron_pgloss.verify.compare import worst
+from megatron_pgloss.verify.drive import build, leave, make_step, run_schedule
+from megatron_pgloss.verify.judge import Judge
+from megatron_pgloss.verify.layout import Layout
+from megatron_pgloss.verify.layouts import since
+from megatron_pgloss.verify.reshard import full_gradients
+from megatron_pgloss.verify.visit import visit
+from worlds import run_world
+
+MODES = ("keep", "recompute", "forward", "auto")
+THD = Split(max_tokens=80)
+WHERE: list[dict[str, Any]] = [
+    dict(tp=2),
+    dict(tp=2, sp=True, per_token=True),
+    dict(tp=4, sp=True, vocab=30),
+    dict(pp=2, vpp=2, layers=4, tied=True, distributed_optimizer=True, per_token=True),
+    dict(tied=True),
+    dict(pp=2, empty_rank=True, per_token=True),
+    dict(cp=2),
+    dict(tp=2, cp=2, sp=True, split=THD, per_token=True),
+    dict(tp=2, pp=2, temperature=True),
+    dict(overlap=True, loss_scale=2.0**16, per_token=True),
+    *since("0.18", dict(tp=2, pp=2, kind="hybrid")),
+]
+
+
+def tour(rank: int, world: int) -> list[tuple[str, float, float]]:
+    """Layout by layout: two of the modes, two specs by turns."""
+    quiet()
+    judge, seen = Judge({"rich": layouts.rich, "dapo": lambda: pg.presets.dapo(entropy=0.01)}), []
+    for number, fields in enumerate(WHERE):
+        for turn in (number, number + 1 + number // 4 % 2):
+            mode = MODES[turn % 4]
+            # Terms over units have no mode "forward"; nothing fits into no memory, so auto has to do without logits.
+            spec = "dapo" if mode == "forward" or turn % 3 == 2 else "rich"
+            options = {"head": mode} | ({"head_memory": 0} if mode == "auto" else {})
+            (found,) = visit(Layout(world=4, options=options, **{"layers": 2, **fields}), judge, [spec])
+            assert not found.error, found.error
+            name = f"{found.layout.name}, {spec}, {mode}, {found.parameter}"
+            seen.append((name, found.gradient_error, max(found.loss_error, found.metric_error)))
+    return seen
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_gradients_equal_the_oracles(table: list[str]) -> None:
+    found = run_world(tour, 4, timeout=280)[0]
+    one = max(found, key=lambda row: max(row[1:]))
+    table.append(f"fused head, {len(found)} steps on {len(WHERE)} layouts: worst {max(one[1:]):.1e} ({one[0]})")
+    assert max(one[1:]) < 1e-10, one
+    assert len({row[0] for row in found}) == len(WHERE) * 2
+    for mode in MODES:
+        assert sum(f", {mode}, " in row[0] for row in found) >= 4, mode
+
+
+def _half(rank: int, world: int) -> dict[str, Any]:
+    """float16 with a loss scale of 2^16 and overlapped reduction; an evaluation between two steps; scores."""
+    quiet()
+    layout = Layout(tp=2, sp=True, overlap=True, loss_scale=2.0**16, layers=2, model=dict(dtype=torch.float16))
+    spec = pg.presets.dapo()
+    judge = Judge({"dapo": spec})
+    judge.prepare(layout.data)
+    scaled = {key: grad * layout.loss_scale for key, grad in judge.answer(layout.data, "dapo")[1].items()}
+    chunks, where = build(layout)
+    batches = batches_of(layout, where, spec, judge.rows(layout.data))
+    found: dict[str, Any] = {}
+    for head in ("given", *MODES):
+        step, _ = make_step(layout, chunks, spec, head=head)
+        step.begin(batches)
+        step.finish(run_schedule(step, chunks))
+        error, _ = worst(full_gradients(chunks), scaled)
+        before = [buffer.grad_data.clone() for chunk in chunks for buffer in chunk.buffers]
+        step.begin(batches)
+        step.finish(_evaluate(step, chunks))
+        after = [buffer.grad_data for chunk in chunks for buffer in chunk.buffers]
+        found[head] = {
+            "error": error,
+            "untouched": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
+            "scores": [batch.streams["old"] for batch in step.score(batches, into="old")],
+        }
+    leave(chunks)
+    return found
+
+
+def _evaluate(step: Any, chunks: list[Any]) -> Any:
+    """Forward only, with the gradients of the step before still in their buffers."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    return get_forward_backward_func()(
+        forward_step_func=step.forward_step, data_iterator=step.data_iterator(), model=chunks[0],
+        num_microbatches=step.num_microbatches, seq_length=step.seq_length, micro_batch_size=step.micro_batch_size,
+        forward_only=True,
+    )  # fmt: skip
+
+
+@pytest.mark.multiproc
+def test_half_precision_loss_scale_evaluation_and_scores() -> None:
+    """As good as from given logits, no gradient lost to float16's range, and an evaluation leaves no trace."""
+    for found in run_world(_half, 4, timeout=200):
+        plain = found["given"]
+        assert plain["error"] < 0.05
+        for mode in MODES:
+            assert found[mode]["error"] <= 1.2 * plain["error"], (mode, found[mode]["error"], plain["error"])
+            assert found[mode]["untouched"], mode
+            for one, other in zip(found[mode]["scores"], plain["scores"], strict=True):
+                assert float((one - other).abs().max()) < 2e-2  # given logits are rounded to float16 either way

@@ -1,0 +1,145 @@
+"""Everything that can be trained, against the oracle: loss, every gradient, and the counts.
+
+The rows are those of tests/data.py: several turns, holes in the masks, truncated rows, episodes of two rows. What each
+kind means is written down once more in megatron_pgloss/verify/oracle*.py, token by token and unit by unit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from objectives import CORRECTIONS, FORMS, GATES, PAIRS, RATIOS, SURROGATES, answer, judged, presets, rl, step
+from torch import Tensor
+
+import megatron_pgloss as pg
+
+TOLERANCE = 1e-12
+KEEP = pg.UserMask(name="keep")
+
+
+def close(got: Tensor, expected: Tensor, what: str) -> None:
+    """Largest difference against the largest entry."""
+    worst, largest = float((got - expected).abs().max()), float(expected.abs().max())
+    assert worst <= TOLERANCE * largest, f"{what}: off by {worst:.2e} of {largest:.2e}"
+
+
+def agree(spec: pg.LossSpec) -> Any:
+    """The package and the oracle say the same; returns the package's answer."""
+    mine = answer(spec)
+    found, grads = judged(spec)
+    loss = float(found["loss"].detach())
+    assert abs(mine.loss - loss) <= TOLERANCE * max(abs(loss), 1e-3), (mine.loss, loss)
+    close(mine.grad_T, grads["logp"], "gradient by log-probs")
+    close(mine.entropy_grad_T, grads["entropy"], "gradient by entropies")
+    close(mine.value_grad_T, grads["value"], "gradient by values")
+    for part in spec.components:
+        counts, want = mine.plan.counts[part.name], found["counts"][part.name]
+        for level in ("prompt", "episode", "sequence", "turn", "token"):
+            if level in counts:
+                assert float(counts[level]) == pytest.approx(float(want[level]), rel=1e-13), (part.name, level)
+        assert mine.metrics[f"{part.name}/loss"] == pytest.approx(
+            float(found["components"][part.name].detach()), rel=1e-11
+        )
+    return mine
+
+
+@pytest.mark.parametrize(("surrogate", "ratio"), PAIRS)
+def test_every_surrogate_of_every_ratio(surrogate: str, ratio: str) -> None:
+    part = rl(surrogate=SURROGATES[surrogate], ratio=RATIOS[ratio])
+    assert float(agree(pg.LossSpec(components=[part], masks=[KEEP])).grad_T.abs().max()) > 1e-6
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("old", ["given", "rollout", "policy"])
+def test_every_form_of_the_kl(form: str, old: str) -> None:
+    agree(pg.LossSpec(components=[rl(), FORMS[form].replace(normalizer="mean(turn) > mean(token)")], old=old))
+
+
+@pytest.mark.parametrize("of", ["old", "policy"])
+@pytest.mark.parametrize("rejected", ["original", "kept"])
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_every_correction(name: str, rejected: str, of: str) -> None:
+    rule = CORRECTIONS[name]
+    if of == "policy":
+        if rule.kind == "staleness":
+            return  # versions have no log-prob
+        rule = rule.replace(of="policy")
+    parts = [rl(rejected=rejected), pg.KL(coef=0.1, rejected=rejected)]
+    spec = pg.LossSpec(components=parts, corrections=[rule], masks=[KEEP])
+    corrected, bare = agree(spec), answer(spec.replace(corrections=()))
+    assert not torch.equal(corrected.grad_T, bare.grad_T)
+
+
+@pytest.mark.parametrize("rejected", ["original", "kept"])
+@pytest.mark.parametrize("name", GATES)
+def test_every_gate(name: str, rejected: str) -> None:
+    if name == "soft" and rejected == "kept":
+        with pytest.raises(pg.DataError, match="a factor rejects nothing"):
+            answer(pg.LossSpec(components=[rl(rejected="kept")], gates=[GATES["soft"]]))
+        return
+    part = rl(surrogate=pg.spec.Unclipped(), rejected=rejected)
+    spec = pg.LossSpec(components=[part, pg.Entropy(coef=0.01)], gates=[GATES[name]], masks=[KEEP])
+    gated, bare = agree(spec), answer(spec.replace(gates=()))
+    assert not torch.equal(gated.grad_T, bare.grad_T)
+
+
+@pytest.mark.parametrize("old", ["given", "rollout", "policy", "interpolate", "record"])
+@pytest.mark.parametrize("ratio", ["token", "sequence", "none"])
+def test_every_source_of_old(old: str, ratio: str) -> None:
+    rules = [pg.TruncatedIS(high=1.1, of="old" if old in ("given", "interpolate") else "policy")]
+    if old == "rollout":
+        rules = []
+    parts = [rl(ratio=ratio), pg.KL(to="old", gradient="weighted", coef=0.1)]
+    agree(pg.LossSpec(components=parts, old=old, corrections=rules, masks=[KEEP]))
+
+
+@pytest.mark.parametrize("name", pg.presets.PRESETS)
+def test_every_preset(name: str) -> None:
+    mine = agree(presets()[name].replace(masks=(*presets()[name].masks, KEEP)))
+    assert float((mine.grad_T + mine.value_grad_T).abs().max()) > 1e-6
+
+
+@pytest.mark.parametrize("clip", [None, 0.2])
+def test_the_value_loss_counts_for_itself(clip: float | None) -> None:
+    value = pg.spec.Value(clip=clip, coef=0.5, normalizer="mean(turn) > mean(token)")
+    mine = agree(pg.LossSpec(components=[rl(), value], masks=[KEEP]))
+    assert float(mine.value_grad_T.abs().max()) > 1e-6
+
+
+def test_rules_together() -> None:
+    """Masks, three corrections, two gates, kept denominators, user weights that divide, every level named."""
+    spec = pg.LossSpec(
+        components=[
+            rl(
+                "mean(prompt) > mean(episode) > sum(sequence)/sqrt > mean(turn) > mean(token)",
+                surrogate=pg.Clip(low=0.2, high=0.28, dual=1.4), ratio="turn_token", rejected="kept", units="all",
+                divide_by="weights",
+            ),
+            pg.KL(coef=0.1, gradient="weighted", rejected="kept", normalizer="mean(episode) > mean(token)"),
+            pg.CrossEntropy(coef=0.3, count="observations", normalizer="mean(sequence) > mean(token)"),
+            pg.spec.Value(coef=0.2),
+        ],
+        corrections=[
+            *(CORRECTIONS[name] for name in ("IS by turn, geometric", "stale turns", "k3 max by sequence")),
+            CORRECTIONS["veto on both sides"].replace(of="policy"),
+        ],
+        gates=[GATES["TVGate"], GATES["EntropyGate"].replace(share=0.7), GATES["RatioGate"].replace(on=("kl",))],
+        masks=[pg.DropTruncated(), pg.DropZeroAdvantage(), pg.UserMask(name="keep", on=("rl", "ce"))],
+    )  # fmt: skip
+    agree(spec)
+
+
+def test_what_is_tested_can_tell() -> None:
+    """Each rule touches some tokens and leaves some."""
+    rows, _ = step()
+    total = sum(map(sum, (row["action"] for row in rows)))
+    for name, rule in CORRECTIONS.items():
+        spec = pg.LossSpec(components=[rl(rejected="kept"), pg.KL()], corrections=[rule])
+        left = answer(spec).plan.counts["rl"]["token"]
+        assert 0 < left < total or (left == total and not rule.rejects), (name, left, total)
+    for name, gate in GATES.items():
+        if name != "soft":
+            spec = pg.LossSpec(components=[rl(surrogate=pg.spec.Unclipped(), rejected="kept")], gates=[gate])
+            assert 0 < answer(spec).plan.counts["rl"]["token"] < total, name
