@@ -10,7 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .backends import Backend, choose
-from .inputs import check_inputs, check_reference, check_separate_rows, inverse_temperature
+from .inputs import (
+    check_inputs,
+    check_reference,
+    check_separate_rows,
+    inverse_temperature,
+    usual_chunk_elements,
+)
 from .node import GivenLogits, Job
 from .order import RowOrder
 from .reference import GivenBoth, ReferenceJob
@@ -83,8 +89,7 @@ def token_logprobs(
         UnsupportedError: (in backward) a second one through reused logits, or create_graph=True.
     """
     if chunk_elements is None:
-        on_cpu = logits.device.type == "cpu"
-        chunk_elements = 2**18 * torch.get_num_threads() if on_cpu else 2**24
+        chunk_elements = usual_chunk_elements(logits.device)
     check_inputs(logits, targets, chunk_elements)
     if ref_logits is not None:
         check_reference(ref_logits, logits, backend)

@@ -17,7 +17,7 @@ from megatron_pgloss.errors import DataError, LayoutError, SpecError
 from .head_forward import HeadJob
 from .head_node import FusedHead
 from .head_planned import PlannedHead
-from .inputs import inverse_temperature
+from .inputs import inverse_temperature, usual_chunk_elements
 from .result import TokenLogprobs
 from .shard import find_shard
 
@@ -98,7 +98,7 @@ def linear_token_logprobs(
         raise LayoutError("sequence_parallel needs the tensor-parallel group", fix="pass group=")
     _check(hidden, weight, targets, shards if sequence_parallel else 1)
     if chunk_elements is None:
-        chunk_elements = 2**18 * torch.get_num_threads() if hidden.device.type == "cpu" else 2**24
+        chunk_elements = usual_chunk_elements(hidden.device)
     inverse_tau = inverse_temperature(temperature, targets)
     if scale != 1.0:
         one = torch.full(targets.shape, float(scale), dtype=torch.float64, device=targets.device)

@@ -75,7 +75,7 @@ class _Forward:
         self, rows: Rows, weight: Tensor, count: int, job: HeadJob, upstream: Upstream, for_hidden: bool,
         for_weight: bool,
     ) -> None:  # fmt: skip
-        self._rows, self._weight, self._job, self._upstream, self._count = rows, weight, job, upstream, count
+        self._rows, self._weight, self._job, self._upstream = rows, weight, job, upstream
         wide = torch.promote_types(weight.dtype, torch.float32)
         self.logprob_T = torch.zeros(count, dtype=wide, device=weight.device)
         self.entropy_T = torch.zeros_like(self.logprob_T) if job.entropy else None
@@ -97,9 +97,9 @@ class _Forward:
         # Power of two, so exact: half logits would lose gradients of 1e-8 that only a later loss scale makes visible.
         exponent = _exponent(g_R, h_R)
         g_R, h_R = torch.ldexp(g_R, -exponent), None if h_R is None else torch.ldexp(h_R, -exponent)
-        factors = upstream_factors(g_R, h_R, whole, None if rows.inverse_tau_N is None else rows.inverse_tau_N[part])
-        write_rows(z_RV, Rows(hidden_RH, rows.target_N[part], _take(rows.inverse_tau_N, part)), slice(None), factors,
-                   whole, job)  # fmt: skip
+        here = Rows(hidden_RH, rows.target_N[part], None if rows.inverse_tau_N is None else rows.inverse_tau_N[part])
+        factors = upstream_factors(g_R, h_R, whole, here.inverse_tau_N)
+        write_rows(z_RV, here, slice(None), factors, whole, job)
         scale = torch.ldexp(torch.ones_like(exponent, dtype=self.g_T.dtype), exponent)
         if self.dx_TH is not None:
             self.dx_TH.index_copy_(0, place_R, z_RV.mm(self._weight).to(self.dx_TH.dtype) * scale)
@@ -121,10 +121,6 @@ class _Forward:
             return g_T[place_R].double(), None
         self.h_T.index_copy_(0, place_R, h_T[place_R].to(self.h_T.dtype))
         return g_T[place_R].double(), h_T[place_R].double()
-
-
-def _take(value_N: Tensor | None, part: slice) -> Tensor | None:
-    return None if value_N is None else value_N[part]
 
 
 def _exponent(g_R: Tensor, h_R: Tensor | None) -> Tensor:

@@ -40,6 +40,11 @@ def check_inputs(logits: Tensor, targets: Tensor, chunk_elements: int) -> None:
         raise SpecError("chunk_elements must be positive", got=chunk_elements)
 
 
+def usual_chunk_elements(device: torch.device) -> int:
+    """Logits worked on at a time where the caller does not say; on a CPU what fits the cores' caches."""
+    return 2**18 * torch.get_num_threads() if device.type == "cpu" else 2**24
+
+
 def check_reference(ref_logits: Tensor, logits: Tensor, backend: str | None) -> None:
     """Refuse reference logits that do not belong to the logits."""
     if ref_logits.shape != logits.shape or ref_logits.device != logits.device:

@@ -36,7 +36,7 @@ def merge(stats_TC: Tensor, target_T: Tensor, shard: VocabShard) -> Merged:
 
     A target off the vocabulary has log-prob NaN, and so has a row without any finite logit.
     """
-    return merge_gathered(_gather(stats_TC, shard), target_T, shard)
+    return merge_gathered(gather_stats(stats_TC, shard), target_T, shard)
 
 
 def merge_gathered(stats_RTC: Tensor, target_T: Tensor, shard: VocabShard) -> Merged:
@@ -52,7 +52,8 @@ def merge_gathered(stats_RTC: Tensor, target_T: Tensor, shard: VocabShard) -> Me
     return Merged(logprob_T, entropy_T, lse_T)
 
 
-def _gather(stats_TC: Tensor, shard: VocabShard) -> Tensor:
+def gather_stats(stats_TC: Tensor, shard: VocabShard) -> Tensor:
+    """[R, T, C] of all shards: the one collective."""
     if shard.size == 1 or stats_TC.numel() == 0:  # tensor-parallel ranks all have the same rows
         return stats_TC.expand(shard.size, *stats_TC.shape)
     rows, columns = stats_TC.shape

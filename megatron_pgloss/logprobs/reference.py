@@ -21,12 +21,11 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pgloss.errors import UnsupportedError
 
-from .merge import Merged, merge_gathered
+from .merge import Merged, gather_stats, merge_gathered
 from .order import RowOrder
 from .rows import join_lse, maths_dtype
 from .shard import VocabShard
@@ -160,14 +159,7 @@ def _lse(u_RV: Tensor) -> Tensor:
 
 
 def _merge(stats_TC: Tensor, target_T: Tensor, shard: VocabShard) -> _Whole:
-    rows, columns = stats_TC.shape
-    stats_STC = stats_TC[None]
-    if shard.size > 1 and rows:
-        flat = stats_TC.new_empty(shard.size * rows, columns)
-        dist.all_gather_into_tensor(flat, stats_TC, group=shard.group)
-        stats_STC = flat.view(shard.size, rows, columns)
-    elif shard.size > 1:
-        stats_STC = stats_TC.expand(shard.size, rows, columns)
+    stats_STC = gather_stats(stats_TC, shard)
     policy: Merged = merge_gathered(stats_STC[..., [0, 1, 4]], target_T, shard)
     lse_ST, kl_ST, ref_ST = stats_STC[..., 0], stats_STC[..., 2], stats_STC[..., 3]
     ref_lse_T = join_lse(ref_ST)
