@@ -77,6 +77,12 @@ METRICS: tuple[MetricRow, ...] = (
     _mean("k3_rollout", "engine mismatch alone", "k3 estimate of KL(pi || rollout), where rollout log-probs are given"),
     _mean("k3_ref", "0 while pi is the reference", "k3 estimate of KL(pi || ref), where ref log-probs are given"),
     _mean("entropy", "the sampler's own", "exact entropy of pi at the position, where it is computed"),
+    _mean("kept_fraction", "the sampler's own", "size of the kept set over that of the vocabulary"),
+    _mean(
+        "outside",
+        "0 where the trainer's sets are the sampler's",
+        "share of tokens outside their kept set, dropped inside the loss or joined to it",
+    ),
     _mean("nll", "the data's own", "-log pi of the target token"),
     _mean("is_weight", "1 where engines agree", "importance weight of a correction, as applied"),
     _mean("is_truncated", "0 where engines agree", "share of tokens whose raw importance weight was truncated"),
@@ -97,6 +103,9 @@ METRICS: tuple[MetricRow, ...] = (
     _mean("value", "the critic's own", "V"),
     _mean("returns", "the data's own", "target of V"),
     _mean("value_error", "the critic's own", "(V - returns)^2"),
+    _mean("divergence", "0 where pi is the teacher", "the top-k divergence itself, over tokens with teacher ids"),
+    _mean("teacher_mass", "any", "probability that the teacher has on its ids, over tokens with some"),
+    _mean("policy_mass", "any", "probability that the policy has on the teacher's ids, over tokens with some"),
     _mean("value_clipped", "0", "share of tokens whose clipped value gave the larger error"),
 )
 _BY_SUFFIX = {row.suffix: row for row in METRICS}

@@ -88,6 +88,7 @@ SURROGATES: dict[str, Any] = built(AnySurrogate) | {
 }
 RATIOS: dict[str, Any] = {name: name for name in SHORT} | {
     "of members": pg.spec.Ratio(over="members"),
+    "token, held": pg.spec.Ratio(level="token", gradient="token"),
     "sum, through": pg.spec.Ratio(statistic="sum", level="turn"),
     "prefix, through": pg.spec.Ratio(statistic="prefix"),
     "prefix of turns": pg.spec.Ratio(statistic="prefix", level="turn", gradient="token"),

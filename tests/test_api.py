@@ -14,10 +14,10 @@ import megatron_pgloss as pg
 
 PUBLIC = (
     "Author CISPO Clip CovarianceGate CrossEntropy CustomRatio DRO DataError Distill DropTruncated "
-    "DropZeroAdvantage Entropy EntropyGate FIPO GMPO Gate IcePop KL KLGate KeepPositiveAdvantage LayoutError "
+    "DropZeroAdvantage Entropy EntropyGate FIPO GMPO Gate IcePop KL KLGate KeepPositiveAdvantage KeptSet LayoutError "
     "LossOutput LossSpec MicroBatch NLL NonFiniteError PGLossError Plan PolicyGradient REAL Ratio RatioGate "
     "RatioMask Reinforce Reject RoleTable SAPO Sampler SecondMomentGate SequenceGate Span SpecError Split "
-    "Staleness Surrogate TOPR TVGate Term Termination TokenBatch TokenLogprobs Trace TruncatedIS Unclipped "
+    "Staleness Surrogate TOPR TVGate Term Termination TokenBatch TokenLogprobs TopKDistill Trace TruncatedIS Unclipped "
     "UnsupportedError UserMask VESPO Value Veto __version__ advantages minibatches plan policy_loss presets "
     "statistics token_logprobs voters weighted_sum"
 )

@@ -152,6 +152,7 @@ def choices() -> dict[str, pg.LossSpec]:
         spec = preset.build(**preset.example)
         if not spec.needs_statistics and name != "critic":
             found[name] = spec
+    found["real, binary"] = pg.presets.real(form="binary")
     for number, rules in enumerate(RULES):
         found[f"rules {number}"] = pg.presets.ppo(normalizer=PATH, **rules)
     for gradient in ("plain", "k2", "weighted"):

@@ -71,6 +71,43 @@ def run_case(case: Case, group: dist.ProcessGroup, **more: Any) -> dict[str, Any
     }
 
 
+CHOSEN, VOCAB, K = 6, 12, 5
+"""Rows, columns that count (of 16: the last shard of four is padding), ids per row."""
+
+
+def chosen_case(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(8)
+    ids = torch.rand(CHOSEN, VOCAB, generator=draw).argsort(1)[:, :K]
+    ids[0, 2:] = -1
+    targets = ids[:, 1].clone()  # the target is one of the ids
+    logits, c, g = (torch.randn(CHOSEN, n, generator=draw, dtype=torch.float64) for n in (16, K, 1))
+    c[3] -= c[3].mean()  # adds up to 0: no gradient of the log-sum-exp, one of the entries all the same
+    g[3] = c[4] = g[4] = 0
+    logits = (3 * logits + torch.linspace(-2, 2, 16)).to(dtype)
+    return {"logits": logits, "ids": ids, "targets": targets, "c": c, "g": g[:, 0]}
+
+
+def run_chosen(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Any]:
+    x = chosen_case(dtype)
+    columns = 16 // dist.get_world_size(group)
+    first = dist.get_rank(group) * columns
+    shard = x["logits"][:, first : first + columns].clone().requires_grad_()
+    calls.clear()
+    out = token_logprobs(
+        shard, x["targets"], temperature=0.7, chosen_ids=x["ids"], vocab_size=VOCAB, group=group, reuse_logits=True
+    )
+    forward = list(calls)
+    assert out.chosen is not None
+    kind = out.logprob.dtype
+    total = torch.where(x["ids"] >= 0, out.chosen * x["c"].to(kind), 0).sum() + (out.logprob * x["g"].to(kind)).sum()
+    total.backward()
+    chosen = out.chosen.detach()
+    return {
+        "logprob": out.logprob.detach(), "chosen": chosen, "grad": shard.grad, "forward": forward,
+        "backward": calls[len(forward) :], "bits": [chosen.numpy().tobytes()],
+    }  # fmt: skip
+
+
 def refusals(group: dist.ProcessGroup, size: int) -> list[str]:
     """Messages of calls that every rank has to refuse, before any collective."""
     case = cases()["both"]
@@ -102,6 +139,7 @@ def over_group(group: dist.ProcessGroup, size: int) -> dict[Any, Any]:
     none = cases()["both"]
     none = Case(none.logits[:0], none.targets[:0], none.g[:0], none.h[:0])
     results["none"] = run_case(none, group)
+    results |= {f"chosen {dtype}": run_chosen(group, dtype) for dtype in DTYPES}
     results["refusals"] = refusals(group, size)
     return results
 
@@ -167,6 +205,29 @@ def test_one_gather_forward_and_no_collective_backward(world: list[dict]) -> Non
             one = [("all_gather_into_tensor", [tokens[name], columns])]
             assert result["forward"] == (one if len(world) > 1 else [])
             assert result["backward"] == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_chosen_ids_join_the_one_gather_and_have_their_gradient(world: list[dict], dtype: torch.dtype) -> None:
+    x, ranks = chosen_case(dtype), [r[f"chosen {dtype}"] for r in world]
+    z = x["logits"].double().requires_grad_()
+    logp = (z[:, :VOCAB] / 0.7).log_softmax(1)
+    at = logp.gather(1, x["ids"].clamp(min=0))
+    some = x["ids"] >= 0
+    total = torch.where(some, at * x["c"], 0).sum() + (logp.gather(1, x["targets"][:, None])[:, 0] * x["g"]).sum()
+    (gradient,) = torch.autograd.grad(total, z)
+    exact = dtype == torch.float64
+    want = torch.where(some, at, -torch.inf).detach()
+    close = dict(rtol=1e-13, atol=1e-12) if exact else dict(rtol=3e-7, atol=3e-7)
+    got = torch.cat([r["grad"] for r in ranks], 1)
+    torch.testing.assert_close(ranks[0]["chosen"].double(), want, **close)
+    if exact:
+        torch.testing.assert_close(got, gradient, rtol=1e-12, atol=1e-12)
+    else:
+        assert_one_rounding(got, gradient, noise=4e-6)
+    assert bool(got[3].any()) and not got[4].any()
+    one = [("all_gather_into_tensor", [CHOSEN, 2 + K])] if len(world) > 1 else []
+    assert all(r["forward"] == one and r["backward"] == [] for r in ranks)
 
 
 def test_worked_example_of_four_logits(world: list[dict]) -> None:

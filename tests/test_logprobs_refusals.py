@@ -74,7 +74,7 @@ def test_bad_temperature_on_an_accelerator_is_nan_at_its_token() -> None:
     assert torch.equal(inverse.isnan(), bad)
     job = Job(find_shard(8, None, None), RowOrder.of(Z), True, False, False, "eager", 2**18)
     z = Z.clone().requires_grad_()
-    logprob, entropy, _ = GivenLogits.apply(z, T, inverse, job)
+    logprob, entropy, *_ = GivenLogits.apply(z, T, inverse, None, job)
     assert torch.equal(logprob.isnan(), bad) and torch.equal(entropy.isnan(), bad)
     (logprob + entropy).sum().backward()
     assert torch.equal(z.grad.isnan(), bad[..., None].expand_as(z))

@@ -95,7 +95,7 @@ def test_names_are_what_is_measured_and_documented(name: str, given_streams: str
     streams = dict(GIVEN[given_streams])
     for stream in set(spec.readers) - {"advantages"}:
         streams[stream if stream in ("values", "returns") else f"{stream}_logprobs"] = -1.0
-    batch = pictured("cAo", sample_ids=["a"], **streams)
+    batch = pictured("cAo", sample_ids=["a"], prompt_ids=["p"], **streams)
     computed = entropy or spec.needs_entropy
     critic = [0.3] * 3 if name == "critic" else None
     answer = solve(batch, spec, [-0.5, -0.5, NAN], [0.1] * 3 if computed else None, value=critic)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import heads
 import layouts
 import pytest
 from jobs import Job
@@ -27,14 +28,48 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+TAUGHT = pg.LossSpec(
+    components=[
+        pg.PolicyGradient(),
+        pg.TopKDistill(coef=0.3, normalizer="mean(prompt) > mean(token)"),
+        pg.TopKDistill(name="watched", direction="reverse", tail="renormalize", on="observation", coef=0.2),
+    ]
+)
+"""A teacher's top-k beside a policy gradient."""
+
+
+def _on_sets(**rule: Any) -> pg.LossSpec:
+    return pg.LossSpec(
+        components=[
+            pg.PolicyGradient(surrogate=pg.Clip(low=0.4, high=0.6)),
+            pg.KL(estimator="k3", coef=0.1),
+            pg.Entropy(coef=0.05),
+            pg.CrossEntropy(coef=0.2),
+        ],
+        kept=pg.KeptSet(outside="add", **rule),
+    )
+
+
+KEPT = {
+    "kept sets": _on_sets(source="recomputed"),
+    "kept sets, min-p first": _on_sets(source="recomputed", top_p_of="top_k_min_p"),
+    "recorded sets": _on_sets(source="recorded"),
+}
+"""Log-prob, entropy and KL on the sets that the sampler drew from; observations keep the whole vocabulary."""
+
+
 def tour(rank: int, world: int) -> dict[str, list[Any]]:
     """All presets on each layout."""
     from megatron_pgloss.verify.judge import Judge
     from megatron_pgloss.verify.visit import visit
 
     layouts.quiet()
-    judge = Judge({name: spec for name, spec in presets().items() if name not in NO_MODEL})
-    return {name: visit(Job(world=world, layers=2, **fields), judge) for name, fields in LAYOUTS.items()}
+    judge = Judge({name: spec for name, spec in presets().items() if name not in NO_MODEL} | {"taught": TAUGHT} | KEPT)
+    found = {name: visit(Job(world=world, layers=2, **fields), judge) for name, fields in LAYOUTS.items()}
+    truth = heads.Truth()
+    for name, fields in LAYOUTS.items():  # a critic is a model of its own
+        found[name].append(heads.visit(Job(world=world, layers=2, **fields), "critic", truth))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +84,7 @@ def found(table: list[str]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", [name for name in pg.presets.PRESETS if name not in NO_MODEL])
+@pytest.mark.parametrize("name", ["taught", *KEPT, *pg.presets.PRESETS])
 def test_a_preset_has_the_oracles_gradient_on_every_layout(name: str, layout: str, found: Any) -> None:
     seen = found[layout][name]
     assert not seen.error, seen.error

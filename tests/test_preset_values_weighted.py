@@ -134,7 +134,7 @@ def test_kimi() -> None:
 
 def test_real() -> None:
     """softplus(-sign(A) s / 0.5), s the rows' mean log-ratios: log(1 + 1/2.2) = 0.374693 for log(2.2)/2, and log(1 +
-    2.1^(2/3)) = 0.970575 for log(2.1)/3."""
+    2.1^(2/3)) = 0.970575 for log(2.1)/3: the mean over rows; or the sum, of one prompt."""
     up, down = 1 / 2.2, 2.1 ** (2 / 3)
 
     def loss(x: list[float]) -> float:
@@ -143,9 +143,9 @@ def test_real() -> None:
         return (one + log(1 + down * exp(2 * (y[2] + y[3] + y[4]) / 3))) / 2
 
     slope_up, slope_down = up / (1 + up), down / (1 + down)
-    check(
-        P.real(**M), (log(1 + up) + log(1 + down)) / 2, [-slope_up / 2] * 2 + [slope_down / 3] * 3, loss
-    )  # fmt: skip
+    value, slopes = (log(1 + up) + log(1 + down)) / 2, [-slope_up / 2] * 2 + [slope_down / 3] * 3
+    check(P.real(form="binary", **M), value, slopes, loss)
+    check(P.real(**M), 2 * value, [2 * slope for slope in slopes], lambda x: 2 * loss(x), prompt_ids=["one", "one"])
 
 
 # pi - mu: 0.07358, -0.15163, -0.20300, 0, 0.38940.

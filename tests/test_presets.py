@@ -150,7 +150,7 @@ MORE: dict[str, tuple[Any, str | pg.Ratio, str, str]] = {
         pg.FIPO(low=0.2, high=0.28, delta=10.0, half_life=32.0, reach=0.2, both=False, safe_ratio=4.0),
         "token", TOKEN, "given",
     ),
-    "real": (pg.REAL(tau=0.5), "sequence", SEQUENCE, "given"),
+    "real": (pg.REAL(tau=0.5, form="group"), "sequence", "mean(prompt) > sum(sequence) > mean(token)", "given"),
     "opsm": (pg.Clip(low=0.2, high=0.2), "token", SEQUENCE, "given"),
     "dppo_tv": (pg.Unclipped(), "token", TOKEN, "rollout"),
     "dppo_kl": (pg.Unclipped(), "token", TOKEN, "rollout"),

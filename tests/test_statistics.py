@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from steps import ONE, arrange, near, pictured, refused
+from steps import ONE, arrange, near, pictured, refused, solve
 
 import megatron_pgloss as pg
 from megatron_pgloss.planning.agreement import Ranks
@@ -229,6 +229,56 @@ def test_weights_of_the_current_policy_of_mean_one(level: Any, mean: float) -> N
     total.backward()
     raw = (2, 0.5, 4) if level == "token" else (1, 1, 4)
     near(leaf.grad, [-raw[0] / mean, -raw[1] / mean, 0, -raw[2] / mean, 0], 1e-13)
+
+
+GROUPED = {
+    "rows": ("cAA", "cA", "cAAA", "cA", "cA", "cA"),
+    "prompt_ids": ["p", "p", "q", "p", "q", "p"],
+    "advantages": [1.0, 2.0, -1.0, -0.5, -3.0, 0.0],
+}
+"""Two prompts, interleaved: p has labels + + - and one row without; q has - -."""
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("old", ["given", "policy"])
+def test_a_group_is_classified_as_one_wherever_its_rows_lie(old: Any, split: pg.Split) -> None:
+    """s / tau = log 2, log 4 (+), log 3 (-) in p: log(1 + 1/2 + 1/4) and log(1 + 3); log 5, log 7 in q: log(1 + 12).
+    On-policy every s is 0: log 3, log 2 and log 3."""
+    spec = pg.presets.real(old=old)
+    logit = [math.log(2), math.log(4), math.log(5), math.log(3), math.log(7), math.log(9)]
+    if old == "policy":
+        logit = [0.0] * 6
+    rows = GROUPED["rows"]
+    step = [x / 2 for x, row in zip(logit, rows, strict=True) for _ in row]  # tau = 1/2
+    logp = [-1 + x + shift for x, shift in zip(step, [0.1, -0.1, 0, 0, 0, 0.2, -0.1, -0.1, *[0] * 7], strict=True)]
+    answer = solve(
+        pictured(*rows, **{key: GROUPED[key] for key in ("prompt_ids", "advantages")}, old_logprobs=-1.0),
+        spec, logp, split=split,
+    )  # fmt: skip
+    odds = [math.exp(x) for x in logit]
+    up, down, other = 1 + 1 / odds[0] + 1 / odds[1], 1 + odds[3], 1 + odds[2] + odds[4]
+    near(answer.loss, (math.log(up) + math.log(down) + math.log(other)) / 2, 1e-13)
+    a, b, d = (-1 / odds[0] / up / 2, -1 / odds[1] / up, odds[3] / down)
+    c, e = odds[2] / other / 3, odds[4] / other
+    near(answer.grad_T, [a, a, 0, b, 0, c, c, c, 0, d, 0, e, 0, 0, 0], 1e-13)
+
+
+def test_a_group_needs_its_pass_and_its_prompts_and_a_broken_row_does_not_vote() -> None:
+    rows = GROUPED["rows"]
+    given: dict[str, Any] = {"advantages": GROUPED["advantages"], "old_logprobs": -1.0}
+    refused(pg.DataError, lambda: solve(pictured(*rows, **given), pg.presets.real(), [-1.0] * 15), "prompt_ids")
+    batch = pictured(*rows, **given, prompt_ids=GROUPED["prompt_ids"])
+    plan = pg.plan([batch], pg.presets.real(), split=ONE)
+    (micro,) = plan.microbatches()
+    bare = pg.TokenLogprobs(logprob=arrange(micro, stream(*[-1.0] * 15)))
+    refused(pg.DataError, lambda: pg.policy_loss(bare, micro), "the loss of a group", "statistics pass")
+    logp = [-1.0] * 15
+    logp[3] = math.nan  # the second row of p, its only token
+    answer = solve(batch, pg.presets.real(), logp)
+    assert answer.metrics["rl/fault"] == 1
+    # Of p, log 2 and log 2 are left; of q, log 3.
+    near(answer.loss, (2 * math.log(2) + math.log(3)) / 2, 1e-13)
+    near(answer.grad_T[:5], [-1 / 4, -1 / 4, 0, 0, 0], 1e-13)
 
 
 def test_a_pass_that_does_not_fit_its_plan_is_refused() -> None:

@@ -26,6 +26,9 @@ JOBS = {
     "tp2 pp2": Job(tp=2, pp=2),
     "cp2 dp2": Job(cp=2, split=pg.Split(microbatches=3)),
     "cp2 pp2 packed": Job(cp=2, pp=2, split=THD, model=dict(variable_seq_lengths=True)),
+    # Without memory for logits: "recompute" under the decisions (they read statistics of turns), "forward" if recorded.
+    "tp2 sp, fused head": Job(tp=2, sp=True, options=dict(head="auto", head_memory=0)),
+    "tp2, fused head keeps": Job(tp=2, per_token=True, options=dict(head="keep")),
 }
 POLICY, LATER = 3, 9
 NORM = "mean(sequence) > mean(token)"
@@ -96,12 +99,13 @@ def axes() -> dict[str, tuple[int, ...]]:
 
 def visit(job: Job, rows: list[Any]) -> dict[str, Any]:
     from megatron_pgloss import megatron as pgm
+    from megatron_pgloss.verify.reshard import full_gradients
     from megatron_pgloss.verify.weights import deterministic_weights
 
     chunks, where = jobs.build(job)
     groups, calls = axes(), {}
     mine = jobs.share(rows, where.dp_rank, where.dp, job.empty_rank)
-    step = pgm.PolicyLossStep(decided(), chunks, split=job.split)
+    step = pgm.PolicyLossStep(decided(), chunks, split=job.split, **job.step_options)
     test_collectives.calls.clear()
     made = step.begin([jobs.batch_of(mine)] if mine else [])
     calls["begin"] = test_collectives.taken(groups)
@@ -112,10 +116,11 @@ def visit(job: Job, rows: list[Any]) -> dict[str, Any]:
 
     # Two updates at different weights: recorded at the first, or scored before it.
     losses: dict[str, list[float]] = {}
+    grads: dict[str, Any] = {}
     for old in ("record", "given"):
         deterministic_weights(chunks, seed=POLICY)
         spec = pg.presets.ppo(old=old)
-        step = pgm.PolicyLossStep(spec, chunks, split=job.split)
+        step = pgm.PolicyLossStep(spec, chunks, split=job.split, **job.step_options)
         batches = [jobs.batch_of(mine)] if mine else []
         if old == "given":
             batches = step.score(batches, into="old")
@@ -127,9 +132,11 @@ def visit(job: Job, rows: list[Any]) -> dict[str, Any]:
             test_collectives.calls.clear()
             metrics = step.finish(reports)
             calls[f"{old} {seed}"] = test_collectives.taken(groups)
+            grads[old] = full_gradients(chunks)
             losses[old] += [metrics["loss"], metrics["rl/ratio"], metrics["rl/ratio_max"]]
         if old == "record" and mine:
             found["bits"] = [record.logp.numpy().tobytes() for record in batches[0].records_S]
+    found["gradient"] = jobs.worst(grads["record"], grads["given"])
     found["losses"], found["replica"] = losses, where.dp_rank
     layouts.leave(chunks)
     return found
@@ -189,6 +196,7 @@ def test_a_recorded_update_is_as_if_old_had_been_scored_before_it(name: str, fou
         record, given = seen["losses"]["record"], seen["losses"]["given"]
         assert record[1:3] == [1.0, 1.0] and abs(record[4] - 1) > 1e-3
         assert max(abs(a - b) for a, b in zip(record, given, strict=True)) < 1e-12
+        assert seen["gradient"][0] < 1e-11, seen["gradient"]
     by_replica: dict[int, set[str]] = {}
     for by_rank in found:
         if "bits" in by_rank[name]:

@@ -13,6 +13,7 @@ import jobs
 import layouts
 import pytest
 import torch
+from dispatched import Dispatched
 from faulty import outcome
 from jobs import Job
 
@@ -71,6 +72,12 @@ def contract(step: Any, chunk: Any, batches: list[pg.TokenBatch], per_token: boo
         checks["count"] = (
             third[1].dtype == torch.int32 and third[1].dim() == 0 and int(third[1]) == micro.input_ids.numel()
         )
+    with Dispatched() as seen:  # its streams are arranged by now
+        loss_func(logits.clone())
+    # Host tensors alone are looked into: temperatures that live on a CPU; in per-token mode a rounded factor, and the
+    # arrangement where its tokens are counted.
+    host = (micro.temperature is not None) + per_token * (2 - step._padding_counts)
+    checks[f"no host sync: {seen.waits}"] = seen.waits == ["_local_scalar_dense"] * host
     # What the schedule does to it, in place, before and after backward.
     loss *= 3
     loss /= 7

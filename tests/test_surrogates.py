@@ -130,6 +130,52 @@ def test_value_and_gradient_are_the_closed_form(name: str) -> None:
     check(spec_of(surrogate), [value for value, _ in pairs], [slope for _, slope in pairs], **bounds)
 
 
+ON_BOUNDS = {
+    "clip": pg.Clip(low=0.5, high=1.0, dual=2.0),
+    "cispo": pg.CISPO(low=0.5, high=1.0),
+    "topr": pg.TOPR(positive=(0.5, 2.0), negative=(0.5, 2.0)),
+    "gmpo": pg.GMPO(low=math.log(2), high=math.log(2)),
+}
+
+
+@pytest.mark.parametrize("name", ON_BOUNDS)
+def test_a_ratio_exactly_on_a_bound_is_inside(name: str) -> None:
+    """exp(+-log 2) is 2 and 1/2 to the last bit: free there, and not counted as clipped; nor is a token with A = 0."""
+    assert math.exp(math.log(2)) == 2 and math.exp(-math.log(2)) == 0.5
+    d = [math.log(2), -math.log(2), math.log(2), -math.log(2), 0.0, 3.0, -3.0]
+    a = [1.0, -1.0, -1.0, 1.0, 1.0, 0.0, 0.0]
+    given = {"advantages": a, "old_logprobs": [0.0] * 7}
+    answer = answer_of(spec_of(ON_BOUNDS[name]), d, **given)
+    free = name in ("cispo", "topr")  # whose bounds do not ask for the sign of A alone
+    counts = {side: answer.metrics[f"rl/clip_{side}"] for side in ("low", "high", "dual")}
+    assert counts == {"low": free / 7, "high": free / 7, "dual": 0.0}
+    if name != "gmpo":  # whose slope is that of the row: here the advantages of a row add up to 0
+        assert all(float(answer.grad_T[t]) != 0 for t in range(4))
+
+
+def test_topr_says_which_bound_held_the_weight() -> None:
+    """Each of the four bounds holds one token: r = 1/4 under 1/2 (A > 0) and under 1/3 (A < 0), 4 over 2 and over 3."""
+    d = [math.log(r) for r in (0.25, 0.25, 4.0, 4.0, 0.4, 2.5, 1.0)]
+    a = [1.0, -1.0, 1.0, -1.0, -1.0, -1.0, 1.0]
+    surrogate = pg.TOPR(positive=(0.5, 2.0), negative=(1 / 3, 3.0))
+    answer = answer_of(spec_of(surrogate), d, advantages=a, old_logprobs=[0.0] * 7)
+    assert (answer.metrics["rl/clip_low"], answer.metrics["rl/clip_high"]) == (2 / 7, 2 / 7)
+    weights = [0.5, 1 / 3, 2.0, 3.0, 0.4, 2.5, 1.0]
+    near(answer.grad_T, laid([-w * x for w, x in zip(weights, a, strict=True)], 0.0, False), 1e-12)
+
+
+def test_delta_stands_back_where_a_bound_of_the_batch_lies_above_it() -> None:
+    """A = -1, delta = 1.5. A clip at 1.1: r = 1.4 is free, 1.6 capped at 1.5. At 2: 1.6 is free, 2.2 capped at 2."""
+    d = [math.log(r) for r in (1.4, 1.6, 1.6, 2.2, 1.0, 1.0, 1.0)]
+    answer = answer_of(
+        spec_of(pg.Clip(low=0.2, high="room", delta=1.5)), d, advantages=[-1.0] * 7, old_logprobs=[0.0] * 7,
+        streams={"room": [0.1, 0.1, 1.0, 1.0, 0.1, 0.1, 0.1]},
+    )  # fmt: skip
+    near(answer.loss, 1.4 + 1.5 + 1.6 + 2.0 + 3.0, 1e-13)
+    near(answer.grad_T, laid([1.4, 0.0, 1.6, 0.0, 1.0, 1.0, 1.0], 0.0, False), 1e-13)
+    assert answer.metrics["rl/clip_dual"] == 2 / 7
+
+
 def test_distillation_pulls_towards_the_reference_by_the_ratio() -> None:
     """-(log ref - log pi) r with the gap held fixed: the slope is the value."""
     values = [-(ref - logp) * r for ref, logp, r in zip(REF, LOGP, R, strict=True)]
@@ -183,12 +229,15 @@ def test_real_takes_the_sequence_as_its_logit() -> None:
     """s = mean d, one label per row: a softplus per row, its slope spread over the tokens."""
     labels = [1.0] * 4 + [-1.0] * 3
     means = [sum(D[:4]) / 4, sum(D[4:]) / 3]
-    spec = pg.presets.real()
+    spec = pg.presets.real(form="binary")
     answer = answer_of(spec, advantages=labels)
     terms = [math.log1p(math.exp(-means[0] / 0.5)), math.log1p(math.exp(means[1] / 0.5))]
     near(answer.loss, sum(terms) / 2, 1e-12)
     slopes = [-sigmoid(-means[0] / 0.5) / 0.5 / 8] * 4 + [sigmoid(means[1] / 0.5) / 0.5 / 6] * 3
     near(answer.grad_T, laid(slopes, 0.0, False), 1e-12)
+
+
+GROUP, PROMPTS = pg.REAL(form="group"), "mean(prompt) > sum(sequence) > mean(token)"
 
 
 def squared(x: Any) -> Tensor:
@@ -225,6 +274,10 @@ def test_bad_parts_are_refused() -> None:
         (lambda: pg.Clip(high=0.28, delta=1.2), ("delta lies inside the clip", "> 1.28")),
         (lambda: pg.CISPO(low=2.0, high=1.0, bound="absolute"), ("low lies above high",)),
         (lambda: pg.PolicyGradient(surrogate=pg.GMPO(), ratio="sequence"), ("GMPO", "ratio='token'")),
+        (lambda: pg.PolicyGradient(surrogate=GROUP, normalizer=PROMPTS), ("one log-ratio", "ratio='sequence'")),
+        (lambda: pg.PolicyGradient(surrogate=GROUP, normalizer=PROMPTS, ratio="prefix"), ("one log-ratio",)),
+        (lambda: pg.PolicyGradient(surrogate=GROUP, ratio="sequence"), ("weighs all sequences", "mean(prompt) > sum")),
+        (lambda: pg.presets.real(normalizer="mean(prompt) > sum(sequence) > sum(token)"), ("weighs all sequences",)),
         (lambda: pg.PolicyGradient(surrogate={"kind": "cipso"}), ("did you mean 'cispo'?",)),
     ):
         refused(pg.SpecError, build, *words)

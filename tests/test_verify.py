@@ -39,6 +39,19 @@ factors.wrapper_factor = lambda chunks, layout: 1.0  # as if nobody divided by t
 from megatron_pgloss.cli import main
 sys.exit(main(sys.argv[1:]))
 """
+ALONE = """
+import sys
+from megatron_pgloss.verify import visit
+run, seen = visit.run_schedule, []
+def one_fails(step, *given, **more):
+    seen.append(step)
+    if len(seen) == 2 and step.layout.dp_rank == 1:  # on the second layout
+        raise RuntimeError("out of memory, say")
+    return run(step, *given, **more)
+visit.run_schedule = one_fails
+from megatron_pgloss.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def spec_file(folder: Path, fn: str) -> Path:
@@ -141,6 +154,20 @@ def test_a_dropped_factor_in_the_product_ends_with_exit_code_1(tmp_path: Path) -
     assert one["verdict"] == "OFF, dapo: gradient"
     assert one["specs"]["dapo"]["gradient"] == pytest.approx(0.5, rel=1e-6)  # divided by two ranks, multiplied by none
     assert one["specs"]["dapo"]["loss"] < 1e-10  # the metrics know nothing of it
+
+
+def test_an_error_on_one_rank_alone_is_a_row_and_the_rest_is_said_to_be_unvisited(tmp_path: Path) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text(ALONE)
+    asked = ("--layouts", "dp2", "--spec", "dapo", "--json", "found.json")
+    done = torchrun(tmp_path, 2, *asked, program=[str(script)])
+    assert done.returncode == 1, done.stderr[-3000:] + done.stdout
+    found = json.loads((tmp_path / "found.json").read_text())
+    first, second = found["layouts"]
+    assert (found["ok"], first["ok"], second["ok"]) == (False, True, False)
+    assert second["verdict"] == "OFF, one of the specs: error: rank 1: RuntimeError: out of memory, say"
+    assert "2 layouts, 1 off" in done.stdout
+    assert f"{len(found['not_visited'])} not visited after the error" in done.stdout
 
 
 # ---- the parts, without a process ----------------------------------------------------------------------------------

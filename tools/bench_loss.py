@@ -6,7 +6,11 @@
 Every implementation runs once per round, in turn, on the same logits; medians over rounds are printed, with the ratio
 to the fastest peer that gives an entropy gradient and to the copy of the logits timed in the same rounds. Peak memory
 beyond the logits comes from a fresh process each. The loss is sum(logp) + 0.1 sum(H); where a peer gives no entropy,
-sum(logp) alone, and it says so.
+sum(logp) alone, and it says so. The gradient ends where the layer before would take it up: adding it to a leaf would
+copy it. `bench_profile.py` then says where our time went.
+
+On a GPU (``--device cuda``) times are those of its own events, the L2 cache is emptied before each, and peak memory is
+the allocator's. ``--sweep 1024 2048`` adds the fused head's modes over chunk sizes.
 """
 
 from __future__ import annotations
@@ -20,18 +24,23 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
+import bench_collectives
 import bench_peers
+import bench_plan
+import bench_profile
 import bench_view
 import torch
 import torch.distributed as dist
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MODES = ("keep", "forward", "recompute")
 
 
 def start_megatron(folder: str) -> str | None:
@@ -46,18 +55,30 @@ def start_megatron(folder: str) -> str | None:
     return None
 
 
-def clock() -> float:
-    """Seconds, after the device has finished."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds that ``work`` takes; on a GPU from a cold L2 cache, by its events."""
+    if DEVICE == "cpu":
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+    torch.empty(2**28, dtype=torch.int8, device=DEVICE).zero_()  # several times the L2 cache
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def timed_median(work: Callable[[], Any], rounds: int) -> float:
+    """Milliseconds, the median after one call to warm up."""
+    work()
+    return 1e3 * statistics.median(timed(work) for _ in range(rounds))
 
 
 def once(run: bench_peers.Run, inputs: list[torch.Tensor], targets: torch.Tensor) -> bool:
     """Forward and backward; whether there was an entropy."""
-    for x in inputs:
-        x.grad = None
-    logprob, entropy = run(*inputs, targets)
+    logprob, entropy = run(*[bench_profile.Model.apply(x) for x in inputs], targets)
     (logprob.sum() if entropy is None else logprob.sum() + 0.1 * entropy.sum()).backward()
     return entropy is not None
 
@@ -82,20 +103,18 @@ def race(runs: dict[str, bench_peers.Run], shape: tuple[int, ...], dtype: torch.
     logits = torch.zeros(shape[0], shape[-1], dtype=dtype, device=DEVICE)
     other = torch.zeros_like(logits)
     taken: dict[str, list[float]] = {"copy": []}
-    entropy = {}
+    entropy: dict[str, bool] = {}
     for turn in range(rounds + 1):  # the first warms up
         for name, run in runs.items():
             with torch.no_grad():  # some write over what they are given
                 for x, kept in zip(inputs, base, strict=True):
                     x.copy_(kept)
-            start = clock()
-            entropy[name] = once(run, inputs, targets)
+            seconds = timed(lambda run=run, name=name: entropy.update({name: once(run, inputs, targets)}))
             if turn:
-                taken.setdefault(name, []).append(clock() - start)
-        start = clock()
-        other.copy_(logits)
+                taken.setdefault(name, []).append(seconds)
+        seconds = timed(lambda: other.copy_(logits))
         if turn:
-            taken["copy"].append(clock() - start)
+            taken["copy"].append(seconds)
     return {name: {"ms": 1e3 * statistics.median(times), "entropy": entropy.get(name)} for name, times in taken.items()}
 
 
@@ -107,8 +126,9 @@ def resident(key: str) -> int:
 
 def peak_extra(run: bench_peers.Run, shape: tuple[int, ...], dtype: torch.dtype) -> float:
     """Bytes beyond the inputs at the peak of one pass, per logit. Compiled code is made at a small shape before."""
-    small = (256, *shape[1:-1], 2**14 + 64)
-    once(run, *data(small, dtype))
+    if DEVICE == "cpu":
+        small = (256, *shape[1:-1], 2**14 + 64)
+        once(run, *data(small, dtype))
     inputs, targets = data(shape, dtype)
     if DEVICE == "cuda":
         torch.cuda.synchronize()
@@ -120,6 +140,16 @@ def peak_extra(run: bench_peers.Run, shape: tuple[int, ...], dtype: torch.dtype)
     before = resident("VmRSS")
     once(run, inputs, targets)
     return (resident("VmHWM") - before) / (shape[0] * shape[-1])
+
+
+def peaks(runs: dict[str, bench_peers.Run], text: str, dtype: str, results: dict[str, dict]) -> None:
+    """Peak memory of each into ``results``."""
+    shape = tuple(map(int, text.split("x")))
+    for name, run in runs.items():
+        on_gpu = DEVICE == "cuda"
+        results[name]["extra"] = (
+            peak_extra(run, shape, DTYPES[dtype]) if on_gpu else in_fresh_process(name, text, dtype)
+        )
 
 
 def in_fresh_process(name: str, shape: str, dtype: str) -> float | None:
@@ -142,40 +172,32 @@ def usable(found: Any, skipped: dict[str, str]) -> dict[str, bench_peers.Run]:
     return runs
 
 
-def rest_of_the_loss(rounds: int) -> dict[str, float]:
-    """Milliseconds per 100k tokens of plan, and of objective with metrics, forward and backward; one micro-batch."""
-    import megatron_pgloss as pg
-
-    rows, width = 50, 2000
-    tokens = torch.randint(0, 1000, (rows, width))
-    draw = torch.randn(2, rows, width) * 0.1 - 1
-    batch = pg.TokenBatch.from_padded(
-        tokens=tokens, lengths=torch.full((rows,), width), action_mask=(torch.arange(width) > 200).expand(rows, width),
-        advantages=torch.randn(rows), old_logprobs=draw[0], ref_logprobs=draw[1],
-        prompt_ids=torch.arange(rows) // 8,
-    )  # fmt: skip
-    spec = pg.presets.grpo()
-    taken: dict[str, list[float]] = {"plan": [], "objective and metrics": []}
-    for turn in range(rounds + 1):
-        start = time.perf_counter()
-        micro = next(iter(pg.plan([batch], spec, split=pg.Split(sequences=rows)).microbatches()))
-        middle = time.perf_counter()
-        logp = (draw[0] + 0.01).requires_grad_()
-        pg.policy_loss(pg.TokenLogprobs(logprob=logp, entropy=torch.ones(rows, width)), micro).loss.backward()
-        if turn:
-            taken["plan"].append(middle - start)
-            taken["objective and metrics"].append(time.perf_counter() - middle)
-    return {name: 1e3 * statistics.median(times) for name, times in taken.items()}
+def sweep(options: argparse.Namespace, text: str, dtype: str, report: dict[str, Any]) -> None:
+    """The fused head's modes over sizes of chunk, time and peak memory, as one table."""
+    runs = {f"ours, {mode}, {chunk}": bench_peers.our_head(mode, chunk) for mode in MODES for chunk in options.sweep}
+    results = race(runs, tuple(map(int, text.split("x"))), DTYPES[dtype], options.rounds)
+    if DEVICE == "cuda":
+        peaks(runs, text, dtype, results)
+    title = f"head {text} {dtype}, tokens a chunk"
+    report["tables"][title] = {"results": results, "skipped": {}}
+    bench_view.show(title, results, {})
 
 
 def main() -> None:
     """Run what the flags ask for."""
+    global DEVICE
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="*", default=["2048x32768", "512x151936"], help="TxV")
     parser.add_argument("--heads", nargs="*", default=["1024x1024x32768"], help="TxHxV; none: `--heads` alone")
     parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"], choices=list(DTYPES))
     parser.add_argument("--head-dtypes", nargs="+", default=["bf16"], choices=list(DTYPES))
     parser.add_argument("--backends", nargs="+", default=["triton", "compiled", "eager"])
+    parser.add_argument("--device", default=DEVICE, choices=["cpu", "cuda"])
+    parser.add_argument("--sweep", nargs="*", type=int, default=[], help="chunk sizes of the fused head's modes")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[100_000, 400_000], help="of the rest of the loss")
+    parser.add_argument(
+        "--collectives", action=argparse.BooleanOptionalAction, default=True, help="count them in a world of four"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument(
@@ -186,6 +208,7 @@ def main() -> None:
     parser.add_argument("--page", help="a Markdown page whose part between the bench markers is replaced")
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    DEVICE = options.device
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
         megatron = start_megatron(folder)
@@ -216,14 +239,22 @@ def measure(options: argparse.Namespace, megatron: str | None) -> None:
             skipped: dict[str, str] = {}
             runs = usable(found, skipped)
             results = race(runs, shape, DTYPES[dtype], options.rounds)
-            if options.memory and dtype == dtypes[0] and text in (options.shapes[:1] + options.heads[:1]):
-                for name in runs:
-                    results[name]["extra"] = in_fresh_process(name, text, dtype)
+            if options.memory and (
+                DEVICE == "cuda" or (dtype == dtypes[0] and text in (options.shapes[:1] + options.heads[:1]))
+            ):
+                peaks(runs, text, dtype, results)
             title = f"{'logits' if len(shape) == 2 else 'head'} {text} {dtype}"
-            report["tables"][title] = {"results": results, "skipped": skipped}
-            bench_view.show(title, results, skipped)
-    report["rest"] = rest_of_the_loss(options.rounds)
-    print("\nper 100k tokens, one micro-batch:", {name: f"{ms:.1f} ms" for name, ms in report["rest"].items()})
+            phases = bench_profile.logits if len(shape) == 2 else bench_profile.head
+            profile = phases(*data(shape, DTYPES[dtype]), lambda work: timed_median(work, options.rounds))
+            report["tables"][title] = {"results": results, "skipped": skipped, "profile": profile}
+            bench_view.show(title, results, skipped, profile)
+            if options.sweep and len(shape) == 3:
+                sweep(options, text, dtype, report)
+    report["rest"] = bench_plan.rest_of_the_loss(options.rounds, tuple(options.tokens), DEVICE)
+    bench_plan.show(report["rest"])
+    if options.collectives:
+        report["collectives"] = bench_collectives.collectives()
+        bench_collectives.show(report["collectives"])
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
     if options.picture:

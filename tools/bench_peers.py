@@ -25,6 +25,8 @@ def logits_given(backends: list[str], megatron: str | None) -> Iterator[tuple[st
     for name in backends:
         problem = backend_problem(name, "cuda" if torch.cuda.is_available() else "cpu")
         yield f"ours, {name}", problem or ours(name)
+        if problem is None:
+            yield f"ours, {name}, logits untouched", ours(name, reuse=False)
     yield "naive torch", naive
     yield "naive, torch.compile", torch.compile(naive, dynamic=True)
     yield "Megatron unfused", megatron or megatron_unfused
@@ -49,26 +51,32 @@ def heads() -> Iterator[tuple[str, Run | str]]:
         yield "Liger fused linear", "its kernels need a GPU"
 
 
-def ours(backend: str) -> Run:
-    """The package, writing the gradient over the logits."""
+def ours(backend: str, reuse: bool = True) -> Run:
+    """The package, writing the gradient over the logits, or into a tensor of its own."""
     from megatron_pgloss import token_logprobs
 
     def run(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        out = token_logprobs(logits, targets, entropy=True, reuse_logits=True, backend=backend)
+        out = token_logprobs(logits, targets, entropy=True, reuse_logits=reuse, backend=backend)
         return out.logprob, out.entropy
 
     return run
 
 
-def our_head(mode: str) -> Run:
-    """The package's fused head; in mode ``forward`` the gradient is that of the bench's own loss."""
+def our_head(mode: str, chunk: int | None = None) -> Run:
+    """The package's fused head; in mode ``forward`` the gradient is that of the bench's own loss.
+
+    ``chunk``: tokens of one GEMM. None: the package's own number where logits are kept, else 512, so that there are
+    several chunks and only one of them is held.
+    """
     from megatron_pgloss.logprobs.head import linear_token_logprobs
+
+    chunk = chunk or (4096 if mode == "keep" else 512)
 
     def run(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         more: dict[str, Any] = {}
         if mode == "forward":
             more["upstream"] = lambda logp, entropy: (torch.ones_like(logp), torch.full_like(logp, 0.1))
-        out = linear_token_logprobs(hidden, weight, targets, entropy=True, mode=mode, chunk_tokens=512, **more)
+        out = linear_token_logprobs(hidden, weight, targets, entropy=True, mode=mode, chunk_tokens=chunk, **more)
         return out.logprob, out.entropy
 
     return run

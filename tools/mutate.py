@@ -39,7 +39,26 @@ JUDGES = {
     ),
     "megatron/context_parallel.py": ("tests/test_context_parallel.py -m 'not multiproc'", "layouts"),
     "megatron/factors.py": ("layouts", "tests/test_refusals.py", "tests/test_moe.py"),
-    "megatron/step.py": ("layouts", "tests/test_step.py", "tests/test_refusals.py", "tests/test_moe.py"),
+    "megatron/step.py": (
+        "tests/test_step_options.py", "layouts", "tests/test_step.py", "tests/test_refusals.py", "tests/test_moe.py",
+    ),
+    "objective/surrogates.py": (
+        "tests/test_surrogates.py tests/test_preset_values.py tests/test_preset_values_weighted.py",
+        "tests/test_objectives_oracle.py tests/test_statistics.py",
+    ),
+    "objective/ratios.py": ("tests/test_surrogates.py", "tests/test_objectives_oracle.py"),
+    "objective/late.py": ("tests/test_corrections.py tests/test_gates.py", "tests/test_objectives_oracle.py"),
+    "objective/auxiliary.py": (
+        "tests/test_objective.py tests/test_topk_distill.py tests/test_gates.py tests/test_kl_enumeration.py",
+        "tests/test_objectives_oracle.py",
+    ),
+    "objective/grouped.py": ("tests/test_statistics.py", "tests/test_objectives_oracle.py"),
+    "terms/corrections.py": ("tests/test_corrections.py", "tests/test_objectives_oracle.py tests/test_old_sources.py"),
+    "terms/gates.py": ("tests/test_gates.py", "tests/test_objectives_oracle.py"),
+    "terms/estimators.py": ("tests/test_objective.py tests/test_kl_enumeration.py", "tests/test_objectives_oracle.py"),
+    "terms/running.py": ("tests/test_running.py", "tests/test_axes.py tests/test_context_parallel.py"),
+    "terms/topk.py": ("tests/test_topk_distill.py",),
+    "logprobs/chosen.py": ("tests/test_chosen.py", "tests/test_logprobs_parallel.py"),
 }  # fmt: skip
 """File to stages of tests, the quickest first."""
 

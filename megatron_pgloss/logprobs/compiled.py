@@ -1,11 +1,14 @@
-"""The row passes through torch.compile: one loop nest over a chunk, no scratch memory.
+"""The row passes through torch.compile: one loop nest over all rows of a block, no scratch memory.
 
-Shapes: `R` rows of one chunk, `V` columns of this shard that are no padding, `S` pieces of them.
+Shapes: `R` rows of one call, `V` columns of this shard that are no padding, `S` pieces of them.
 
-Each body is compiled once per dtype and memory layout with all sizes dynamic, first on a chunk of
+Each body is compiled once per dtype and memory layout with all sizes dynamic, first on a block of
 typical size (`_WARM`): Inductor decides from the first sizes it sees which loops run in parallel.
 It adds a row up in one go, which loses 4e-6 at V = 150k in float32; pieces of at most 2^14 columns
 lose 1e-7, and stay in a core's cache between the maximum and the sum.
+
+The loops need no scratch, so one call takes all rows: a call costs some 0.1 ms, and its threads share
+rows, of which a chunk of three (what fits a cache at V = 150k) leaves one idle half of the time.
 """
 
 from __future__ import annotations
@@ -22,17 +25,22 @@ from .eager import ChunkedRows
 from .rows import FLOOR, LN2, RowFactors, RowSums
 
 PIECE = 2**14
+ROWS_A_THREAD = 8
 _WARM = (256, PIECE)
 
 
 class CompiledRows(ChunkedRows):
     """Chunk bodies compiled by Inductor. Sizes 0 and 1 are compiled apart by torch, so one row is run as two."""
 
-    least_rows = 3
-
     def __init__(self, logits: Tensor, width: int, rows: int, chunk_elements: int):
         super().__init__(logits, width, rows, chunk_elements)
-        self.pieces = max(1, -(-width // PIECE))
+        self.dense_step = rows
+        # Rows with holes are copied out and back; enough of them to share between the threads.
+        self.step = max(self.step, min(ROWS_A_THREAD * torch.get_num_threads(), rows))
+        # Of nearly equal size, none of one column, and each starts at a cache line where the row does.
+        equal = -(-width // -(-width // PIECE))
+        self.piece = -(-equal // min(64, PIECE)) * min(64, PIECE)
+        self.pieces = -(-width // self.piece)
         self._warm = (logits.dtype, logits.device)
 
     def chunk_sums(self, z_RV: Tensor, rate_R1: Tensor | None, out: RowSums) -> None:
@@ -42,7 +50,7 @@ class CompiledRows(ChunkedRows):
             z_RV = z_RV.repeat(2, 1)
         rate_R1 = _full_rate(rate_R1, z_RV)
         body = _body("sums" if out.moment is None else "moments", *self._warm)
-        for i, piece_RV in enumerate(z_RV.tensor_split(self.pieces, 1)):
+        for i, piece_RV in enumerate(z_RV.split(self.piece, 1)):
             for place, found in zip(out, body(piece_RV, rate_R1), strict=False):
                 if place is not None:
                     place[i] = found[:count]

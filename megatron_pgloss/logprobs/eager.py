@@ -15,33 +15,33 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .rows import FLOOR, LN2, RowFactors, RowMarks, RowSums, maths_dtype
+from .rows import FLOOR, LN2, RowFactors, RowMarks, RowSums, maths_dtype, put_one_per_row
 
 
 class ChunkedRows:
     """Cuts blocks of rows into chunks, leaves dead rows out; what runs on one chunk is the subclass's."""
 
     pieces = 1
-    least_rows = 1
 
     def __init__(self, logits: Tensor, width: int, rows: int, chunk_elements: int):
         self.width = width
-        self.step = max(self.least_rows, min(chunk_elements // max(width, 1), rows))
+        self.step = max(1, min(chunk_elements // max(width, 1), rows))
+        self.dense_step = self.step
+        """Rows of one chunk where they are worked on in place, and no copy of them is made."""
         # Knowing which rows are live costs a host sync: free on a CPU only.
         self.skips = logits.device.type == "cpu"
 
     def sums(self, z_RV: Tensor, rate_R1: Tensor | None, out: RowSums) -> None:
         """Fill ``out`` for one block. ``rate_R1`` is log2(e)/tau, None at tau = 1."""
-        for rows in _chunks(z_RV.size(0), self.step):
+        for rows in _chunks(z_RV.size(0), self.dense_step):
             self.chunk_sums(z_RV[rows], None if rate_R1 is None else rate_R1[rows], out.take(rows))
 
     def gradient(self, z_RV: Tensor, out_RV: Tensor, factors: RowFactors, marks: RowMarks) -> None:
         """Write the gradient of one block to ``out_RV``, which may be ``z_RV`` itself."""
         (self._fill_live if self.skips else self._fill_all)(z_RV, out_RV, factors, marks.live)
-        # One column per row, so no two writes meet; the other rows write back what they have.
-        column_R1 = marks.column[:, None]
-        kept_R1 = out_RV.gather(1, column_R1)
-        out_RV.scatter_(1, column_R1, kept_R1.where(~marks.hit[:, None], marks.entry[:, None]))
+        # The rows that the target is no column of write back what they have.
+        kept_R = out_RV.gather(1, marks.column[:, None])[:, 0]
+        put_one_per_row(out_RV, marks.column, marks.entry.where(marks.hit, kept_R))
 
     def chunk_sums(self, z_RV: Tensor, rate_R1: Tensor | None, out: RowSums) -> None:
         """Fill ``out`` for one chunk."""
@@ -53,8 +53,11 @@ class ChunkedRows:
 
     def _fill_live(self, z_RV: Tensor, out_RV: Tensor, factors: RowFactors, live_R: Tensor) -> None:
         """Work on live rows alone."""
-        out_RV.index_fill_(0, (~live_R).nonzero()[:, 0], 0)
         live = live_R.nonzero()[:, 0]
+        if live.numel() == live_R.numel():
+            self._fill_dense(z_RV, out_RV, factors)
+            return
+        out_RV.index_fill_(0, (~live_R).nonzero()[:, 0], 0)
         for chunk in _chunks(live.numel(), self.step):
             index = live[chunk]
             run = slice(int(index[0]), int(index[-1]) + 1)
@@ -67,9 +70,12 @@ class ChunkedRows:
 
     def _fill_all(self, z_RV: Tensor, out_RV: Tensor, factors: RowFactors, live_R: Tensor) -> None:
         """Work on every row and select the live ones, without a host sync."""
-        for chunk in _chunks(z_RV.size(0), self.step):
-            self.chunk_gradient(z_RV[chunk], out_RV[chunk], factors.take(chunk))
+        self._fill_dense(z_RV, out_RV, factors)
         out_RV.masked_fill_(~live_R[:, None], 0)
+
+    def _fill_dense(self, z_RV: Tensor, out_RV: Tensor, factors: RowFactors) -> None:
+        for chunk in _chunks(z_RV.size(0), self.dense_step):
+            self.chunk_gradient(z_RV[chunk], out_RV[chunk], factors.take(chunk))
 
 
 class EagerRows(ChunkedRows):

@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_pgloss.errors import UnsupportedError
+from megatron_pgloss.terms.kept import Kept
+
 from .backends import Backend, choose
+from .chosen import check_chosen
 from .inputs import (
     check_inputs,
     check_reference,
@@ -17,6 +21,7 @@ from .inputs import (
     inverse_temperature,
     usual_chunk_elements,
 )
+from .kept import check_alone, kept_logprobs
 from .node import GivenLogits, Job
 from .order import RowOrder
 from .reference import GivenBoth, ReferenceJob
@@ -32,6 +37,8 @@ def token_logprobs(
     entropy: bool = False,
     lse: bool = False,
     ref_logits: Tensor | None = None,
+    chosen_ids: Tensor | None = None,
+    kept: Kept | None = None,
     group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     reuse_logits: bool = False,
@@ -59,6 +66,14 @@ def token_logprobs(
         ref_logits: the reference model's logits, of the same shape and any of the dtypes; a constant. Then the exact
             KL(p || q) over the vocabulary is returned as well, with its gradient; q is the reference's distribution
             at the same temperature. Still one collective, of two more numbers a token. Runs eager.
+        chosen_ids: int64 [..., k], -1 where a token has fewer than k: also return the log-probs at these ids, each with
+            its gradient (a teacher's top-k, for `TopKDistill`). Still one collective, of k more numbers a token. Ids
+            off the vocabulary give NaN, and so does a row that names one twice. Not together with ref_logits.
+        kept: what the sampler could draw from (``MicroBatch.kept``): log-prob, entropy and lse are renormalised on
+            that set, ``TokenLogprobs.kept`` is its share of the vocabulary, and a target outside of it (``outside``)
+            has log-prob -inf. Recorded ids cost no further collective; recomputed sets one all-reduce of [T, 256] int64
+            for each byte of a logit in each search (top-k, top-p), and one of [T] for top-p and min-p
+            (`megatron_pgloss.terms.kept.Kept`). Runs eager. Not together with ref_logits or chosen_ids.
         group: None where logits hold the whole vocabulary; else the tensor-parallel group, whose
             ranks hold equal contiguous shards in rank order and the same targets. Every rank of it
             makes the call, and all get the same bits.
@@ -78,7 +93,8 @@ def token_logprobs(
             core's cache; else 2^24.
 
     Returns:
-        TokenLogprobs: ``logprob``, ``entropy``, ``lse`` and ``kl`` (or None) of targets' shape, float32 (float64).
+        TokenLogprobs: ``logprob``, ``entropy``, ``lse`` and ``kl`` (or None) of targets' shape, float32 (float64);
+        ``chosen`` of ``chosen_ids``' shape.
 
     Rows whose upstream gradients are all exactly 0 get gradient 0, whatever their logits hold.
     First derivatives only: create_graph=True is refused.
@@ -93,8 +109,23 @@ def token_logprobs(
     check_inputs(logits, targets, chunk_elements)
     if ref_logits is not None:
         check_reference(ref_logits, logits, backend)
+    if chosen_ids is not None:
+        check_chosen(chosen_ids, targets)
+        if ref_logits is not None:
+            raise UnsupportedError(
+                "chosen_ids and ref_logits in one pass", fix="the teacher's top-k, or the reference's logits"
+            )
     shard = find_shard(logits.size(-1), group, vocab_size)
     inverse_tau = inverse_temperature(temperature, targets)
+    if kept is not None:
+        check_alone(ref_logits, chosen_ids, backend)
+        if reuse_logits and logits.requires_grad and torch.is_grad_enabled():
+            check_separate_rows(logits)
+        on_set = kept_logprobs(
+            logits, targets, inverse_tau, kept, shard,
+            entropy=entropy, lse=lse, reuse_logits=reuse_logits, chunk_elements=chunk_elements,
+        )  # fmt: skip
+        return TokenLogprobs(*on_set[:3], kept=on_set[3], outside=on_set[4])
     job = Job(shard, RowOrder.of(logits), entropy, lse, reuse_logits, choose(logits, backend), chunk_elements)
     if reuse_logits and logits.requires_grad and torch.is_grad_enabled():
         check_separate_rows(logits)
@@ -102,4 +133,5 @@ def token_logprobs(
         both = ReferenceJob(shard, RowOrder.of(logits), entropy, lse, reuse_logits, chunk_elements)
         return TokenLogprobs(*GivenBoth.apply(logits, ref_logits.detach(), targets, inverse_tau, both))
     # Where nothing requires a gradient, autograd drops the node and all that it would keep.
-    return TokenLogprobs(*GivenLogits.apply(logits, targets, inverse_tau, job))
+    logprob, entropies, lses, chosen = GivenLogits.apply(logits, targets, inverse_tau, chosen_ids, job)
+    return TokenLogprobs(logprob, entropies, lses, chosen=chosen)

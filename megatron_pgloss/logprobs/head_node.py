@@ -71,7 +71,9 @@ class _Backward:
         # The one host sync: which rows have a gradient. The others enter no GEMM.
         live_L = self.factors.live_T.nonzero()[:, 0]
         dense = live_L.numel() == self.rows.hidden_NH.size(0)
-        parts = list(chunks(live_L.numel(), self.job.chunk_tokens))
+        # Kept logits need no chunks where they become their gradient in place: one GEMM each for dX and dW.
+        at_once = live_L.numel() if dense and self.kept_NV is not None else 0
+        parts = list(chunks(live_L.numel(), max(at_once, self.job.chunk_tokens)))
         sink = WeightGrad(self.weight, self.job.into_main_grad, len(parts)) if self.for_weight else None
         dx_TH = self.weight.new_zeros(count, self.weight.size(1)) if self.for_hidden else None
         reduction = InputGradient(dx_TH, self.job)

@@ -80,6 +80,7 @@ class _Forward:
         self.logprob_T = torch.zeros(count, dtype=wide, device=weight.device)
         self.entropy_T = torch.zeros_like(self.logprob_T) if job.entropy else None
         self.g_T = torch.zeros_like(self.logprob_T)
+        self._chunk_2T = self.logprob_T.new_zeros(2, count)
         self.h_T = torch.zeros_like(self.logprob_T) if job.entropy else None
         self.dx_TH = torch.zeros(count, weight.size(1), dtype=wide, device=weight.device) if for_hidden else None
         self.dw_VH = torch.zeros_like(weight, dtype=wide) if for_weight else None
@@ -108,19 +109,23 @@ class _Forward:
 
     def _gradients(self, whole: Merged, place_R: Tensor) -> tuple[Tensor, Tensor | None]:
         """The objective's gradients at this chunk's tokens; the others hold 0 and are not looked at."""
-        logprob_T = torch.zeros_like(self.logprob_T).index_copy_(0, place_R, whole.logprob.to(self.g_T.dtype))
-        self.logprob_T.index_copy_(0, place_R, logprob_T[place_R])
+        logprob_T = self._alone(place_R, whole.logprob, self.logprob_T, 0)
         entropy_T = None
         if self.entropy_T is not None and whole.entropy is not None:
-            entropy_T = torch.zeros_like(self.entropy_T).index_copy_(0, place_R, whole.entropy.to(self.g_T.dtype))
-            self.entropy_T.index_copy_(0, place_R, entropy_T[place_R])
+            entropy_T = self._alone(place_R, whole.entropy, self.entropy_T, 1)
         with torch.enable_grad():
             g_T, h_T = self._upstream(logprob_T, entropy_T)
-        self.g_T.index_copy_(0, place_R, g_T[place_R].to(self.g_T.dtype))
-        if self.h_T is None or h_T is None:
-            return g_T[place_R].double(), None
-        self.h_T.index_copy_(0, place_R, h_T[place_R].to(self.h_T.dtype))
-        return g_T[place_R].double(), h_T[place_R].double()
+        g_R, h_R = g_T[place_R], None if self.h_T is None or h_T is None else h_T[place_R]
+        self._chunk_2T[:, place_R] = 0
+        self.g_T[place_R] = g_R.to(self.g_T.dtype)
+        if self.h_T is not None and h_R is not None:
+            self.h_T[place_R] = h_R.to(self.h_T.dtype)
+        return g_R.double(), None if h_R is None else h_R.double()
+
+    def _alone(self, place_R: Tensor, found_R: Tensor, all_T: Tensor, which: int) -> Tensor:
+        """This chunk's numbers among zeros, [T], in memory that every chunk uses; and into ``all_T``."""
+        all_T[place_R] = self._chunk_2T[which, place_R] = found_R.to(all_T.dtype)
+        return self._chunk_2T[which].detach()
 
 
 def _exponent(g_R: Tensor, h_R: Tensor | None) -> Tensor:

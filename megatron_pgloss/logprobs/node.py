@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megatron_pgloss.errors import UnsupportedError
 
+from . import chosen
 from .backends import Backend
-from .merge import Merged, merge
+from .merge import Merged, gather_stats, merge_gathered
 from .order import RowOrder
 from .rows import maths_dtype
 from .shard import VocabShard
@@ -35,27 +36,39 @@ class Job(NamedTuple):
     chunk_elements: int
 
 
+class Picked(NamedTuple):
+    """What arrived for the log-probs at chosen ids (float64), the ids, and the log-probs, [T, k] each."""
+
+    g_Tk: Tensor
+    ids_Tk: Tensor
+    logp_Tk: Tensor
+
+
 class GivenLogits(torch.autograd.Function):
-    """(logits, targets, 1/tau or None, job) to (log-prob, entropy or None, lse or None), in targets' shape."""
+    """(logits, targets, 1/tau, chosen ids, job) to (log-prob, entropy, lse, log-probs at the chosen ids), in targets'
+    shape; each of the optional ones may be None.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, logits: Tensor, targets: Tensor, inverse_tau: Tensor | None, job: Job
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        ctx: Any, logits: Tensor, targets: Tensor, inverse_tau: Tensor | None, ids: Tensor | None, job: Job
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Measure and merge; keep what backward needs."""
-        whole = _merged(logits, targets, inverse_tau, job)
+        ids_Tk = None if ids is None else chosen.flatten(ids, job.order)
+        whole, chosen_Tk = _merged(logits, targets, inverse_tau, ids_Tk, job)
         # No mark_dirty: reused logits are written in backward, forward leaves them as they are.
         # The targets are cloned since the caller may refill their buffer before backward.
-        ctx.save_for_backward(logits, targets.clone(), inverse_tau, *whole)
+        kept_ids = ids_Tk if ids_Tk is None else ids_Tk.clone()
+        ctx.save_for_backward(logits, targets.clone(), inverse_tau, kept_ids, chosen_Tk, *whole)
         ctx.set_materialize_grads(False)
         ctx.job, ctx.spent = job, False
-        return _outputs(whole, logits, job)
+        return _outputs(whole, chosen_Tk, logits, job)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
         """Gradient of the logits; no collective."""
         if all(g is None for g in upstream):
-            return None, None, None, None
+            return None, None, None, None, None
         job: Job = ctx.job
         if torch.is_grad_enabled():  # torch's once_differentiable lets a constant upstream pass
             raise UnsupportedError(
@@ -69,38 +82,54 @@ class GivenLogits(torch.autograd.Function):
                 "its gradient over the logits",
                 fix="pass reuse_logits=False, or add the losses up and call backward once",
             )
-        logits, targets, inverse_tau, *whole = ctx.saved_tensors
+        logits, targets, inverse_tau, ids_Tk, chosen_Tk, *whole = ctx.saved_tensors
         ctx.spent = job.reuse_logits
-        gradient = _gradient(logits, upstream, targets, inverse_tau, Merged(*whole), job)
-        return gradient, None, None, None
+        picked = None
+        if upstream[3] is not None:
+            picked = Picked(chosen.flatten(upstream[3], job.order).double(), ids_Tk, chosen_Tk)
+        gradient = _gradient(logits, upstream, targets, inverse_tau, Merged(*whole), picked, job)
+        return gradient, None, None, None, None
 
 
-def _merged(logits: Tensor, targets: Tensor, inverse_tau: Tensor | None, job: Job) -> Merged:
+def _merged(
+    logits: Tensor, targets: Tensor, inverse_tau: Tensor | None, ids_Tk: Tensor | None, job: Job
+) -> tuple[Merged, Tensor | None]:
     """The forward pass: one streaming pass over the shard, one collective."""
     order, shard = job.order, job.shard
     target_T = order.flatten(targets)
+    tau_T = None if inverse_tau is None else order.flatten(inverse_tau)
     stats_TC = measure(
         logits,
         target_T - shard.start,
-        None if inverse_tau is None else order.flatten(inverse_tau),
+        tau_T,
         order=order,
         width=shard.width,
         entropy=job.entropy,
         backend=job.backend,
         chunk_elements=job.chunk_elements,
     )
-    return merge(stats_TC, target_T, shard)
+    if ids_Tk is None:
+        return merge_gathered(gather_stats(stats_TC, shard), target_T, shard), None
+    columns = stats_TC.size(1)
+    u_Tk = chosen.measure_chosen(logits, ids_Tk, tau_T, order, shard)
+    gathered_STC = gather_stats(torch.cat([stats_TC, u_Tk], 1), shard)
+    whole = merge_gathered(gathered_STC[..., :columns], target_T, shard)
+    return whole, chosen.merge_chosen(gathered_STC[..., columns:], ids_Tk, whole, shard)
 
 
-def _outputs(whole: Merged, logits: Tensor, job: Job) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-prob, entropy and lse in targets' shape, in memory of their own: callers may write there."""
+def _outputs(
+    whole: Merged, chosen_Tk: Tensor | None, logits: Tensor, job: Job
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Log-prob, entropy, lse and chosen ones in targets' shape, in memory of their own: callers may write there."""
 
-    def shaped(value_T: Tensor) -> Tensor:
-        out = torch.empty(job.order.shape, dtype=maths_dtype(logits), device=logits.device)
-        return out.copy_(job.order.unflatten(value_T))
+    def shaped(value: Tensor) -> Tensor:
+        rest = value.shape[1:]
+        out = torch.empty((*job.order.shape, *rest), dtype=maths_dtype(logits), device=logits.device)
+        return out.copy_(job.order.unflatten(value))
 
     entropy = None if whole.entropy is None else shaped(whole.entropy)
-    return shaped(whole.logprob), entropy, shaped(whole.lse) if job.lse else None
+    picked = None if chosen_Tk is None else shaped(chosen_Tk)
+    return shaped(whole.logprob), entropy, shaped(whole.lse) if job.lse else None, picked
 
 
 def _gradient(
@@ -109,21 +138,28 @@ def _gradient(
     targets: Tensor,
     inverse_tau: Tensor | None,
     whole: Merged,
+    picked: Picked | None,
     job: Job,
 ) -> Tensor:
     """The factors of each row, and the pass that writes."""
     order = job.order
-    g_T, h_T, lse_grad_T = (None if g is None else order.flatten(g) for g in upstream)
+    g_T, h_T, lse_grad_T = (None if g is None else order.flatten(g) for g in upstream[:3])
     tau_T = None if inverse_tau is None else order.flatten(inverse_tau)
+    if picked is not None:
+        through_T, reached_T = chosen.lse_gradient(*picked)
+        lse_grad_T = through_T if lse_grad_T is None else lse_grad_T + through_T
     factors = upstream_factors(g_T, h_T, whole, tau_T, lse_grad_T=lse_grad_T)
-    return write_gradient(
+    if picked is not None:
+        factors = factors._replace(live_T=factors.live_T | reached_T)  # -G may be 0 where no g_j is
+    target_T = order.flatten(targets)
+    gradient = write_gradient(
         logits,
         factors.a_T,
         factors.b_T,
         entry_T=factors.entry_T,
         hit_T=factors.hit_T,
         live_T=factors.live_T,
-        target_T=order.flatten(targets) - job.shard.start,
+        target_T=target_T - job.shard.start,
         lse_T=whole.lse,
         inverse_tau_T=tau_T,
         order=order,
@@ -132,3 +168,6 @@ def _gradient(
         backend=job.backend,
         chunk_elements=job.chunk_elements,
     )
+    if picked is not None:
+        chosen.write_chosen(gradient, *picked, target_T, g_T, factors, tau_T, order, job.shard)
+    return gradient

@@ -51,6 +51,13 @@ class RowOrder:
         if self.rows:
             yield from _blocks(logits.permute(*self.dims, -1), 0)
 
+    def chunks(self, logits: Tensor, step: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (rows, [rows, V] view) of at most ``step`` rows, in order."""
+        for first, z_RV in self.blocks(logits):
+            for start in range(0, z_RV.size(0), step):
+                part_RV = z_RV[start : start + step]
+                yield slice(first + start, first + start + part_RV.size(0)), part_RV
+
 
 def _blocks(z: Tensor, first: int) -> Iterator[tuple[int, Tensor]]:
     while z.dim() > 2 and z.size(0) == 1:

@@ -27,7 +27,7 @@ from megatron_pgloss.errors import UnsupportedError
 
 from .merge import Merged, gather_stats, merge_gathered
 from .order import RowOrder
-from .rows import join_lse, maths_dtype
+from .rows import join_lse, maths_dtype, put_one_per_row
 from .shard import VocabShard
 
 
@@ -207,10 +207,10 @@ def _gradient(
         p_R, y_R = whole.logprob[rows].exp(), whole.logprob[rows]
         gap_R = y_R - (w_RV.gather(1, column_T1[rows])[:, 0].double() - whole.ref_lse[rows])
         own_R = a_T[rows] - h_T[rows] * y_R + torch.where(k_T[rows] == 0, 0.0, k_T[rows] * gap_R)
-        entry_R1 = ((p_R * own_R + g_T[rows]) * scale_T[rows])[:, None]
+        entry_R = (p_R * own_R + g_T[rows]) * scale_T[rows]
         grad_RV = (p_RV * slope_RV * scale_T[rows, None].to(dtype)).to(logits.dtype)
-        hit_R1 = (inside_T[rows] & (g_T[rows] != 0))[:, None]
-        kept_R1 = grad_RV.gather(1, column_T1[rows])
-        grad_RV.scatter_(1, column_T1[rows], torch.where(hit_R1, entry_R1.to(logits.dtype), kept_R1))
+        hit_R = inside_T[rows] & (g_T[rows] != 0)
+        kept_R = grad_RV.gather(1, column_T1[rows])[:, 0]
+        put_one_per_row(grad_RV, column_T1[rows, 0], torch.where(hit_R, entry_R.to(logits.dtype), kept_R))
         out_RV[:, :width] = torch.where(live_T[rows, None], grad_RV, 0)
     return logits.detach() if flat_TV is None else job.order.unflatten(flat_TV)

@@ -27,3 +27,12 @@ class TokenLogprobs:
 
     kl: Tensor | None = None
     """Same shape and dtype: the exact ``KL(p || q)`` to the reference whose logits were given; None without."""
+
+    kept: Tensor | None = None
+    """Same shape and dtype: the size of the kept set over the vocabulary's, a constant. None: no sets."""
+
+    outside: Tensor | None = None
+    """bool, same shape: targets that were not in their kept set; None without sets."""
+
+    chosen: Tensor | None = None
+    """[*shape, k] of the same dtype: log-probs at the ids that were chosen, -inf where an id is -1; None without."""

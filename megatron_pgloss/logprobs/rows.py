@@ -148,3 +148,11 @@ def maths_dtype(logits: Tensor) -> torch.dtype:
 def scaled(z_T: Tensor, inverse_tau_T: Tensor | None) -> Tensor:
     """z/tau."""
     return z_T if inverse_tau_T is None else z_T * inverse_tau_T
+
+
+def put_one_per_row(out_RV: Tensor, column_R: Tensor, value_R: Tensor) -> None:
+    """``out[r, column[r]] = value[r]`` in place.
+
+    On a CPU ``scatter_`` copies all of a bfloat16 or float16 tensor to float32 and back, 4 bytes per element of [R, V].
+    """
+    out_RV.index_put_((torch.arange(out_RV.size(0), device=out_RV.device), column_R), value_R)

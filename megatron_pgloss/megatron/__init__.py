@@ -4,5 +4,6 @@ from megatron_pgloss.megatron.arguments import add_pgloss_args, spec_from_args, 
 from megatron_pgloss.megatron.exchange import broadcast
 from megatron_pgloss.megatron.layout import Layout
 from megatron_pgloss.megatron.step import PolicyLossStep
+from megatron_pgloss.megatron.value import ValueHead
 
-__all__ = ["Layout", "PolicyLossStep", "add_pgloss_args", "broadcast", "spec_from_args", "split_from_args"]
+__all__ = ["Layout", "PolicyLossStep", "ValueHead", "add_pgloss_args", "broadcast", "spec_from_args", "split_from_args"]

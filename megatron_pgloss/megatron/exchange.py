@@ -100,7 +100,8 @@ def nonfinite(metrics: Mapping[str, Metric], place: str | None) -> NonFiniteErro
         expected="finite values at every member",
         got=f"{count} such tokens",
         where=place,
-        fix="look at the model's logits there; on_nonfinite='skip' or 'report' goes on",
+        fix="look at the model's logits there (on kept sets, -inf is a sampled token outside of its set: "
+        "KeptSet(outside='drop') or 'add'); on_nonfinite='skip' or 'report' goes on",
     )
 
 

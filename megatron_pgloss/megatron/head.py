@@ -20,7 +20,7 @@ from megatron_pgloss.logprobs.head import linear_token_logprobs
 from megatron_pgloss.megatron.layout import Layout
 from megatron_pgloss.objective.loss import loss_gradients
 from megatron_pgloss.planning import MicroBatch
-from megatron_pgloss.spec import LossSpec
+from megatron_pgloss.spec import KeptSet, LossSpec, Value
 
 HeadMode = Literal["given", "auto", "keep", "recompute", "forward"]
 HEAD_MODES = ("given", "auto", "keep", "recompute", "forward")
@@ -32,9 +32,11 @@ class Head(Protocol):
     def attached(self, bare: Any) -> Any:
         """A context in which the unwrapped model ``bare`` gives what `logprobs` reads; yields keywords for its call."""
 
-    def logprobs(self, micro: MicroBatch, output: Tensor, *, entropy: bool) -> TokenLogprobs:
-        """Of ``micro.targets`` ``[b, s]``, under the sampler's temperature; one collective over tensor-parallel
-        ranks.
+    def logprobs(
+        self, micro: MicroBatch, output: Tensor, *, entropy: bool, ref_logits: Tensor | None = None
+    ) -> TokenLogprobs:
+        """Of ``micro.targets`` ``[b, s]``, under the sampler's temperature, with the exact KL where there are reference
+        logits; one collective over tensor-parallel ranks.
         """
 
 
@@ -45,24 +47,29 @@ class GivenLogits:
         layout: groups.
         vocab_size: columns from here on are padding; None: none is.
         reuse_logits: write the gradient into the logits' own storage.
+        kept: score sampled tokens on the sets that they were drawn from.
     """
 
-    def __init__(self, layout: Layout, vocab_size: int | None, reuse_logits: bool) -> None:
-        self._layout, self._vocab, self._reuse = layout, vocab_size, reuse_logits
+    def __init__(self, layout: Layout, vocab_size: int | None, reuse_logits: bool, kept: KeptSet | None = None) -> None:
+        self._layout, self._vocab, self._reuse, self._kept = layout, vocab_size, reuse_logits, kept
 
     @contextmanager
     def attached(self, bare: Any) -> Iterator[dict[str, Any]]:
         """Nothing to change."""
         yield {}
 
-    def logprobs(self, micro: MicroBatch, output: Tensor, *, entropy: bool) -> TokenLogprobs:
-        """From logits."""
+    def logprobs(
+        self, micro: MicroBatch, output: Tensor, *, entropy: bool, ref_logits: Tensor | None = None
+    ) -> TokenLogprobs:
+        """From logits, and the reference's of the same shape."""
         if output.shape[:2] != micro.shape:
             raise DataError(
                 "the model's output has the wrong shape", expected=[*micro.shape, "V/tp"], got=list(output.shape)
             )
+        ids = micro.plan.spec.chosen if micro.plan.spec is not None else None
         return token_logprobs(
-            output, micro.targets, temperature=micro.temperature, entropy=entropy, group=self._layout.tp,
+            output, micro.targets, chosen_ids=None if ids is None else micro.wide(ids), temperature=micro.temperature,
+            entropy=entropy, ref_logits=ref_logits, kept=micro.kept_by(self._kept), group=self._layout.tp,
             vocab_size=self._vocab, reuse_logits=self._reuse,
         )  # fmt: skip
 
@@ -78,17 +85,25 @@ class FusedHead:
         memory: bytes that kept logits may take.
 
     Raises:
-        SpecError: ``forward`` for an objective that reads other tokens of a unit.
+        SpecError: ``forward`` for an objective that reads other tokens of a unit or a value head; any mode for an exact
+            KL, which reads the logits of two models.
         UnsupportedError: a head that is not a plain `ColumnParallelLinear`, has a bias, or defers its weight gradient.
     """
 
     def __init__(
         self, mode: HeadMode, bare: list[Any], layout: Layout, spec: LossSpec, vocab_size: int | None, memory: int
     ) -> None:
+        if spec.chosen is not None:
+            raise UnsupportedError(
+                "a fused head has no log-probs at a teacher's ids", got=f"a spec that reads {spec.chosen!r}",
+                fix="logits: without head=",
+            )  # fmt: skip
         self._by_token = spec.by_token
+        if spec.needs_exact_kl:
+            raise SpecError("the exact KL reads logits, and a fused head makes none", fix="head='given'")
         if mode == "forward" and not self._by_token:
             raise SpecError(
-                "head='forward' takes the gradient token by token, and this loss reads statistics over units",
+                "head='forward' takes the gradient token by token, and this loss reads more than one token",
                 fix="head='keep', 'recompute' or 'auto'",
             )
         self._mode, self._layout, self._vocab, self._memory = mode, layout, vocab_size, memory
@@ -114,8 +129,12 @@ class FusedHead:
             finally:
                 del layer.forward
 
-    def logprobs(self, micro: MicroBatch, output: Tensor, *, entropy: bool) -> TokenLogprobs:
+    def logprobs(
+        self, micro: MicroBatch, output: Tensor, *, entropy: bool, ref_logits: Tensor | None = None
+    ) -> TokenLogprobs:
         """From hidden states ``[b, s, H]`` (``s/tp`` of them under sequence parallelism)."""
+        if ref_logits is not None:
+            raise DataError("reference logits for a fused head, which makes no logits", fix="head='given'")
         hidden = output
         layer = self._owner.output_layer
         weight = self.weight
@@ -163,25 +182,33 @@ def make_head(
 
     Raises:
         SpecError: an unknown mode.
+        UnsupportedError: a fused head for a spec with kept sets.
     """
     if mode not in HEAD_MODES:
         raise SpecError(f"head={mode!r}", expected=" | ".join(HEAD_MODES))
     if mode == "given":
-        return GivenLogits(layout, vocab_size, reuse)
+        return GivenLogits(layout, vocab_size, reuse, spec.kept)
+    if spec.kept is not None:
+        raise UnsupportedError(
+            f"head={mode!r} with kept sets: logits of the whole vocabulary choose a set, and this head keeps none",
+            fix="head='given', or kept=None in the spec",
+        )
     return FusedHead(mode, bare, layout, spec, vocab_size, memory)
 
 
 def wanted_rows(micro: MicroBatch) -> Tensor:
     """int64 ``[N]``, ascending in the model's order: the positions whose log-prob anything reads.
 
-    In a step with an objective: members of some component, and sampled tokens (statistics over units run over them).
+    In a step with an objective: members of some component that reads it, and sampled tokens (statistics over units run
+    over them).
     In a scoring pass: every real token. On the CPU, where the plan is: no sync.
     """
     real_N = micro.index_N >= 0
     if micro.plan.spec is not None:
         any_T = micro.table["action"].clone()
-        for name in micro.plan.spec.names:
-            any_T |= micro.table[f"member/{name}"]
+        for part in micro.plan.spec.components:
+            if not isinstance(part, Value):
+                any_T |= micro.table[f"member/{part.name}"]
         real_N = real_N & (any_T[micro.index_N.clamp(min=0)] if any_T.numel() else torch.zeros_like(real_N))
     return _Flat(*micro.shape).down(real_N.reshape(micro.shape)).nonzero()[:, 0]
 

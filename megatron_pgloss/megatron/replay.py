@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_pgloss.megatron import outputs
 from megatron_pgloss.planning import MicroBatch, Plan
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.scoring import decided, gather_tokens, into_batches
@@ -21,34 +22,80 @@ if TYPE_CHECKING:
 def score(
     step: PolicyLossStep, made: Plan, batches: Sequence[TokenBatch], chunks: list[Any], into: str
 ) -> list[TokenBatch]:
-    """Log-probs of every target under ``chunks``' weights, into stream ``into`` of the batches, on every rank."""
-    return into_batches(batches, whole_pass(step, made, chunks, entropy=False)[0], into)
+    """Log-probs of every target or values by ``chunks``' weights into stream ``into`` of the batches, on every rank."""
+    if into == "values":
+
+        def values(micro: MicroBatch, output: Any) -> list[Tensor]:
+            return [outputs.values(micro, output, beside=False)]
+
+        return into_batches(batches, whole_pass(step, made, chunks, values, outputs.for_values)[0], into)
+    return into_batches(batches, whole_pass(step, made, chunks, _logprobs(step, entropy=False))[0], into)
 
 
 def statistics(step: PolicyLossStep, made: Plan) -> Plan:
     """``made`` with everything decided that needs the whole step, from one forward-only pass over it."""
     entropy = step.spec.needs_entropy
-    streams = whole_pass(step, made, step.chunks, entropy=entropy)
+    streams = whole_pass(step, made, step.chunks, _logprobs(step, entropy=entropy), streams=1 + entropy)
     return decided(made, streams[0], streams[1] if entropy else None)
 
 
-def whole_pass(step: PolicyLossStep, made: Plan, chunks: list[Any], *, entropy: bool) -> list[Tensor]:
-    """Run ``made``'s micro-batches forward-only, in eval mode: log-probs, and entropies, of this rank's whole rows.
+def reference_logits(step: PolicyLossStep, made: Plan, chunks: list[Any]) -> list[Tensor]:
+    """The reference's logits ``[b, s, V/tp]`` of each of ``made``'s micro-batches; ``[]`` before the last stage."""
+
+    def forward_step(data_iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
+        output = outputs.for_logprobs(step.run_model(next(data_iterator), model))
+        return output, lambda logits, non_loss_data=True: logits
+
+    return _frozen(step, made, forward_step, chunks)
+
+
+def _logprobs(step: PolicyLossStep, *, entropy: bool) -> Callable[[MicroBatch, Any], list[Tensor]]:
+    def read(micro: MicroBatch, output: Any) -> list[Tensor]:
+        scored = step.logprobs(micro, output, entropy=entropy)
+        return [part for part in (scored.logprob, scored.entropy) if part is not None]
+
+    return read
+
+
+def whole_pass(
+    step: PolicyLossStep,
+    made: Plan,
+    chunks: list[Any],
+    read: Callable[[MicroBatch, Any], list[Tensor]],
+    part: Callable[[Any], Any] = outputs.for_logprobs,
+    streams: int = 1,
+) -> list[Tensor]:
+    """Run ``made``'s micro-batches forward-only, in eval mode, and join what is read of them to this rank's whole rows.
+
+    Args:
+        read: streams ``[b, s]`` of a micro-batch, from the model's output.
+        part: of the output, where a model gives several.
+        streams: how many ``read`` gives.
 
     Returns:
-        CPU float [T] each, on every rank.
+        CPU float [T] of each stream, on every rank.
     """
     micros: list[MicroBatch] = []
 
     def forward_step(data_iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
         micro = next(data_iterator)
-        return step.run_model(micro, model), lambda logits, non_loss_data=True: _keep(micro, logits)
+        return part(step.run_model(micro, model)), lambda output, non_loss_data=True: keep(micro, output)
 
-    def _keep(micro: MicroBatch, logits: Tensor) -> list[Tensor]:
+    def keep(micro: MicroBatch, output: Any) -> list[Tensor]:
         micros.append(micro)
-        scored = step.logprobs(micro, logits, entropy=entropy)
-        return [part for part in (scored.logprob, scored.entropy) if part is not None]
+        return read(micro, output)
 
+    scores = _frozen(step, made, forward_step, chunks)
+    total = 0 if made.batch is None else made.batch.tokens_T.numel()
+    found = [
+        gather_tokens(((micro, one[i]) for micro, one in zip(micros, scores, strict=True)), total, dtype_of(step))
+        for i in range(streams)
+    ]
+    return list(whole_rows(torch.stack(found), step))
+
+
+def _frozen(step: PolicyLossStep, made: Plan, forward_step: Any, chunks: list[Any]) -> list[Any]:
+    """`run_forward` in eval mode and without a graph."""
     training = [(module, module.training) for chunk in chunks for module in chunk.modules()]
     for chunk in chunks:
         # Dropout off, and router statistics untouched: a train-mode pass would count tokens twice.
@@ -56,17 +103,11 @@ def whole_pass(step: PolicyLossStep, made: Plan, chunks: list[Any], *, entropy: 
     try:
         # Megatron's forward-only schedules leave autograd on: without this every graph would be built and kept.
         with torch.no_grad():
-            scores = run_forward(step, made, forward_step, chunks)
+            return run_forward(step, made, forward_step, chunks)
     finally:
         # Module by module: a part may be frozen in eval mode by its owner.
         for module, was in training:
             module.training = was
-    total = 0 if made.batch is None else made.batch.tokens_T.numel()
-    found = [
-        gather_tokens(((micro, one[i]) for micro, one in zip(micros, scores, strict=True)), total, dtype_of(step))
-        for i in range(1 + entropy)
-    ]
-    return list(whole_rows(torch.stack(found), step))
 
 
 def dtype_of(step: PolicyLossStep) -> torch.dtype:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from megatron_pgloss.errors import DataError, LayoutError, SpecError
 from megatron_pgloss.logprobs import TokenLogprobs
-from megatron_pgloss.megatron import counting, exchange, factors, inputs, modes, mtp, replay
+from megatron_pgloss.megatron import counting, exchange, factors, inputs, modes, mtp, outputs, replay, value
 from megatron_pgloss.megatron.context_parallel import shard
 from megatron_pgloss.megatron.head import HeadMode, make_head
 from megatron_pgloss.megatron.layout import Layout
-from megatron_pgloss.objective import policy_loss
+from megatron_pgloss.megatron.reference import Reference
 from megatron_pgloss.objective.measure import names
 from megatron_pgloss.planning import Arrangement, MicroBatch, Plan, Split, plan
 from megatron_pgloss.rollouts import TokenBatch
@@ -30,8 +30,7 @@ class PolicyLossStep:
 
     Args:
         spec: what to train.
-        model: the module, or list of chunks, that is handed to the schedule, wrapped as it will run. Config,
-            data-parallel wrapper and Float16Module are read from it.
+        model: the module, or list of chunks, handed to the schedule, wrapped as it will run: all else is read from it.
         split: how rows become micro-batches.
         pg_collection: process groups; None: Megatron's parallel_state.
         on_nonfinite: what `finish` does with NaN or infinity inside a component: ``raise`` on every rank; ``skip``:
@@ -40,10 +39,10 @@ class PolicyLossStep:
         reuse_logits: write the logits' gradient into their own storage.
         vocab_size: the tokenizer's. Columns from here on are padding (their number depends on tensor parallelism), no
             part of the softmax; None: every column of the model is a token, as in Megatron's own cross entropy.
-        head: ``given``: log-probs from the model's logits. Else from its hidden states and the head's weight, for
-            tokens that the loss reads alone: ``keep``, ``recompute``, ``forward``, ``auto``
-            (`megatron_pgloss.megatron.head.FusedHead`).
+        head: ``given``: log-probs from the model's logits. Else from its hidden states and the head's weight:
+            ``keep``, ``recompute``, ``forward``, ``auto`` (`megatron_pgloss.megatron.head.FusedHead`).
         head_memory: bytes that ``auto`` may spend on kept logits.
+        reference: the frozen model of an exact KL, laid out as ``model`` (`megatron_pgloss.megatron.reference`).
 
     Raises:
         UnsupportedError: a refused mode (`megatron_pgloss.megatron.modes`), or factors that cannot be established.
@@ -63,6 +62,7 @@ class PolicyLossStep:
         vocab_size: int | None = None,
         head: HeadMode = "given",
         head_memory: int = 2**31,
+        reference: Any = None,
     ) -> None:
         if on_nonfinite not in ("raise", "skip", "report"):
             raise SpecError(f"on_nonfinite={on_nonfinite!r}", expected="'raise', 'skip' or 'report'")
@@ -72,6 +72,7 @@ class PolicyLossStep:
         self.layout = Layout.read(pg_collection)
         bare = [unwrap_model(chunk) for chunk in self.chunks]
         modes.refuse(modes.Job(config=self.config, chunks=self.chunks, bare=bare, layout=self.layout))
+        value.refuse(spec, bare, self.config)
         self.per_token = bool(self.config.calculate_per_token_loss)
         self.schedule_factor = factors.schedule_factor(self.config, self.layout)
         self.wrapper_factor = factors.wrapper_factor(self.chunks, self.layout)
@@ -79,14 +80,13 @@ class PolicyLossStep:
         self.head = make_head(
             head, bare, self.layout, spec, vocab_size=self.vocab_size, reuse=reuse_logits, memory=head_memory
         )
+        self.reference = None if reference is None else Reference(self, reference)
         self._allow_empty = allow_empty_microbatches
         self._plan: Plan | None = None
-        self._counted = 0  # Megatron's token count of the step, in per-token mode
+        self._counted: int  # Megatron's token count of the step that is open, in per-token mode
         self._mtp = mtp.Weight(self.config)
         self.should_step = True
-        """Whether the optimizer should step, after `finish`: False where faults are skipped or nothing can move the
-        policy.
-        """
+        """Whether the optimizer should step, after `finish`: False after skipped faults, or where nothing can move."""
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
@@ -99,8 +99,7 @@ class PolicyLossStep:
         the micro-batches forward-only, in eval mode.
 
         Args:
-            batches: this data-parallel rank's share, the same on all its tensor, context and pipeline ranks; ``[]`` is
-                legal.
+            batches: this data-parallel rank's share, the same on its tensor, context and pipeline ranks; may be ``[]``.
             coef: coefficients of this step by component name.
             version: version of the weights being trained, for `Staleness` and ``old="interpolate"``.
 
@@ -122,9 +121,12 @@ class PolicyLossStep:
             )
         if made.needs_statistics:
             made = replay.statistics(self, made)
-        self._counted = counting.total(made, self.layout, padding=self._padding_counts) if self.per_token else 0
-        if self.per_token and mtp.active(self.config):
-            self._mtp.open(self._counted, made.job["actions"])
+        if self.per_token:
+            self._counted = counting.total(made, self.layout, padding=self._padding_counts)
+            if mtp.active(self.config):
+                self._mtp.open(self._counted, made.job["actions"])
+        if self.reference is not None:
+            self.reference.open(made)
         self._plan = made
         self.should_step = made.has_signal
         return made
@@ -142,15 +144,16 @@ class PolicyLossStep:
     def _arrangement(self) -> Arrangement:
         tp, cp = self.layout.tp_size, self.layout.cp_size
         multiple = (2 * cp if cp > 1 else 1) * (tp if self.config.sequence_parallel else 1)
-        # The allgather dispatcher exchanges equally many tokens between expert-parallel ranks.
-        experts = int(getattr(self.config, "expert_model_parallel_size", 1) or 1)
-        fixed = not (self.config.variable_seq_lengths and experts == 1)
+        # Expert-parallel dispatchers may size their buffers by the tokens of the first micro-batch they see.
+        fixed = not self.config.variable_seq_lengths or self.config.expert_model_parallel_size > 1
         return Arrangement(multiple=math.lcm(multiple, self.split.multiple_of), fixed=fixed, left=True)
 
     def close(self) -> None:
         """Leave the open step without `finish`, after an error say; Megatron's config is as it was before `begin`."""
         self._plan = None
         self._mtp.close()
+        if self.reference is not None:
+            self.reference.close()
 
     @property
     def _padding_counts(self) -> bool:
@@ -205,25 +208,28 @@ class PolicyLossStep:
 
     def run_model(self, micro: MicroBatch, model: Any, **more: Any) -> Any:
         """The model's output on ``micro``: vocabulary-parallel logits ``[b, s, V/tp]`` on the last stage, or hidden
-        states with a fused head.
-
-        Args:
-            more: keyword arguments of the model's ``forward``, over the step's own.
+        states with a fused head; a critic's values ``[b, s, 1]``, or both. ``more``: keywords over the step's own.
         """
-        given = inputs.keywords(micro, model, self.config)
+        given = inputs.keywords(micro, model, get_model_config(model))
         with self.head.attached(unwrap_model(model)) as own:
             return model(micro.input_ids, micro.position_ids, None, **(given | own | more))
 
-    def logprobs(self, micro: MicroBatch, output: Tensor, *, entropy: bool) -> TokenLogprobs:
-        """Log-probs of ``micro.targets`` from what `run_model` gave."""
-        return self.head.logprobs(micro, output, entropy=entropy)
+    def logprobs(
+        self, micro: MicroBatch, output: Any, *, entropy: bool, ref_logits: Tensor | None = None
+    ) -> TokenLogprobs:
+        """Log-probs of ``micro.targets`` from what `run_model` gave, and the exact KL to ``ref_logits``."""
+        return self.head.logprobs(micro, outputs.for_logprobs(output), entropy=entropy, ref_logits=ref_logits)
 
-    def loss_func(self, micro: MicroBatch) -> Callable[..., Any]:
-        """Megatron's ``loss_func`` for one micro-batch, in the return form of the config's mode."""
+    def loss_func(self, micro: MicroBatch, *, ref_logits: Tensor | None = None) -> Callable[..., Any]:
+        """Megatron's ``loss_func`` for one micro-batch, in the return form of the config's mode.
+
+        It takes the model's output: logits; a critic's values ``[b, s, 1]`` where the spec has `Value` alone;
+        ``(logits, values)`` where it has both. ``ref_logits``: the reference's, for an exact KL without ``reference=``.
+        """
         made = self.plan
 
-        def loss(logits: Tensor, non_loss_data: bool = False) -> Any:
-            out = policy_loss(self.logprobs(micro, logits, entropy=self.spec.needs_entropy), micro)
+        def loss(output: Any, non_loss_data: bool = False) -> Any:
+            out = outputs.loss_of(self, micro, output, ref_logits)
             report = {name: metric.pack() for name, metric in out.metrics.items()}
             if non_loss_data:
                 return report
@@ -231,7 +237,7 @@ class PolicyLossStep:
             if self.per_token:
                 # Megatron divides by the sum of these counts over all ranks.
                 tokens = counting.of(micro, padding=self._padding_counts)
-                count = torch.full((), tokens, dtype=torch.int32, device=logits.device)
+                count = torch.full((), tokens, dtype=torch.int32, device=out.loss.device)
                 return out.loss * (factor / factors.per_token_factor(self._counted)), count, report
             return out.loss * (factor * made.num_microbatches), report
 
@@ -240,17 +246,16 @@ class PolicyLossStep:
     # ---- forward-only passes and the end of the step --------------------------------------------------------------
 
     def score(
-        self, batches: Sequence[TokenBatch], model: Any = None, *, into: Literal["old", "ref", "rollout"]
+        self, batches: Sequence[TokenBatch], model: Any = None, *, into: Literal["old", "ref", "rollout", "values"]
     ) -> list[TokenBatch]:
         """Score the rollouts forward-only, by the same schedule, split and head, in eval mode. A collective.
 
         Args:
             batches: this data-parallel rank's share, as for `begin`.
             model: the chunks to run, with the weights to score by; None: those of the step.
-            into: the stream to set: ``old`` with the current weights, ``ref`` with the reference's loaded.
+            into: ``old`` with the current weights, ``ref`` with the reference's loaded; ``values`` by a value head.
 
-        Returns:
-            The batches with whole rows scored, on every rank.
+        Returns: the batches with whole rows scored, on every rank.
         """
         chunks = self.chunks if model is None else list(model) if isinstance(model, list | tuple) else [model]
         return replay.score(self, self._make_plan(batches, None), batches, chunks, into)
@@ -277,7 +282,7 @@ class PolicyLossStep:
         metrics, place, updated = exchange.collect(list(losses), wanted, made, self.layout)
         if updated:  # an evaluation is none
             made.mark_updated()
-        self._plan = None
+        self.close()
         results = exchange.results(metrics, made)
         error = exchange.nonfinite(metrics, place)
         if made.recorder is not None and updated:

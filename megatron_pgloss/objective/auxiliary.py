@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.objective.streams import Streams
-from megatron_pgloss.spec import KL, Value
+from megatron_pgloss.spec import KL, TopKDistill, Value
 from megatron_pgloss.terms import bounded, k1, k2, k3
+from megatron_pgloss.terms.topk import topk_divergence
 
 _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "abs": torch.abs}
 
@@ -27,6 +28,11 @@ def kl(part: KL, x: Streams) -> Tensor:
     if part.gradient == "weighted":
         return bounded(x.logp - bases[part.base](), x.bound).exp() * value_N
     return value_N
+
+
+def topk(part: TopKDistill, x: Streams) -> Tensor:
+    """The divergence from the teacher on its ids."""
+    return topk_divergence(x.chosen, x.wide(part.logprobs), x.wide(part.ids) >= 0, part.direction, part.tail)
 
 
 def value(part: Value, x: Streams) -> tuple[Tensor, Tensor]:

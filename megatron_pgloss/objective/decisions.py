@@ -1,5 +1,6 @@
 """What is decided over a whole step from one forward-only pass: gates by quantile, second moment or covariance, mean
-weights, and everything that ``rejected="kept"`` takes out of the denominators. `T` tokens of this rank's rows.
+weights, the terms of whole groups, and everything that ``rejected="kept"`` takes out of the denominators. `T` tokens of
+this rank's rows.
 
 A data-parallel rank holds whole rows, so the streams of its rows are those of one large micro-batch; what goes over
 all rows of the job is counted by `megatron_pgloss.planning.select`.
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.objective import ratios
+from megatron_pgloss.objective.grouped import group_terms
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.planning import MicroBatch, Plan
 from megatron_pgloss.planning.select import Job, draws
@@ -39,7 +41,7 @@ class Decided:
     """The findings of a statistics pass, per token and as numbers."""
 
     streams: dict[str, Tensor] = field(default_factory=dict)
-    """``gate/<i>/<component>``: bool [T], True is kept; read by the loss."""
+    """``gate/<i>/<component>``: bool [T], True is kept; and `grouped.group_streams`. Read by the loss."""
     rejected: dict[str, Tensor] = field(default_factory=dict)
     """Component to bool [T]: what gates and late corrections reject, where ``rejected="kept"``."""
     constants: dict[str, float] = field(default_factory=dict)
@@ -59,6 +61,8 @@ def decide(plan: Plan, micro: MicroBatch, logp_T: Tensor, entropy_T: Tensor | No
         x = Streams(micro, part, plan.spec, logp_T, entropy_T)
         if isinstance(part, PolicyGradient) and ("old" in part.reads or part.ratio == "none"):
             x.log_ratio = ratios.log_ratio(part.axis, x)
+        if isinstance(part, PolicyGradient) and part.by_group:
+            found.streams.update(group_terms(part, x, plan))
         kept_T = _gates(part, x, plan, job, found)
         kept_T = kept_T & _corrections(part, x, plan.spec, job, found)
         rejecting: list[object] = [gate for gate in plan.spec.gates if part.name in gate.on]

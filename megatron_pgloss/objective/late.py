@@ -11,7 +11,7 @@ from megatron_pgloss.errors import DataError
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.planning import MicroBatch
 from megatron_pgloss.spec import Component, LossSpec, Staleness, TruncatedIS
-from megatron_pgloss.terms import corrections, gates
+from megatron_pgloss.terms import corrections, gates, selected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,24 +34,28 @@ class Late:
     def act(self, term_N: Tensor) -> Tensor:
         """The term as it enters the sum: 0 with gradient 0 where dropped."""
         if self.kept_N is not None:
-            term_N = torch.where(self.kept_N, term_N, 0)
+            term_N = selected(self.kept_N, term_N)
         return term_N if self.factor_N is None else term_N * self.factor_N
 
 
-def late(part: Component, x: Streams, micro: MicroBatch, spec: LossSpec) -> Late:
-    """Gates and late corrections of ``part``.
+def check_decided(part: Component, micro: MicroBatch) -> None:
+    """Refuse a loss that knows less than it needs.
 
     Raises:
         DataError: something is decided over the whole step, and the step was planned without a statistics pass.
     """
     if micro.plan.needs_statistics:
         raise DataError(
-            "this loss is decided over the whole step (a gate, a mean weight, or denominators without what is "
-            "rejected), which was planned without it",
+            "this loss is decided over the whole step (a gate, a mean weight, the loss of a group, or denominators "
+            "without what is rejected), which was planned without it",
             expected="a statistics pass after the plan",
             where=f"component {part.name!r}",
             fix="plan = pg.statistics(plan, log-probs of every micro-batch); PolicyLossStep.begin does it by itself",
         )
+
+
+def late(part: Component, x: Streams, micro: MicroBatch, spec: LossSpec) -> Late:
+    """Gates and late corrections of ``part``."""
     kept_N: Tensor | None = None
     factor_N: Tensor | None = None
     gated: dict[str, Tensor] = {}

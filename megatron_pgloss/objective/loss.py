@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,13 +13,24 @@ from megatron_pgloss.errors import DataError
 from megatron_pgloss.logprobs import TokenLogprobs
 from megatron_pgloss.metrics import Metric
 from megatron_pgloss.objective import auxiliary, ratios
-from megatron_pgloss.objective.late import late
+from megatron_pgloss.objective.late import check_decided, late
 from megatron_pgloss.objective.measure import Seen, measure
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.objective.surrogates import SURROGATES
 from megatron_pgloss.objective.users import checked
 from megatron_pgloss.planning import MicroBatch
-from megatron_pgloss.spec import KL, Component, CrossEntropy, Entropy, LossSpec, PolicyGradient, Term, Value
+from megatron_pgloss.spec import (
+    KL,
+    Component,
+    CrossEntropy,
+    Entropy,
+    LossSpec,
+    PolicyGradient,
+    Term,
+    TopKDistill,
+    Value,
+)
+from megatron_pgloss.terms import finite, flags, selected
 from megatron_pgloss.terms.together import NotDeferrable, Together, rounds
 
 
@@ -93,7 +105,7 @@ def _composed(inputs: dict[str, Tensor], micro: MicroBatch, keep_tokens: bool) -
     leaf_N = next(iter(inputs.values()))
     logp_N = inputs.get("logp", leaf_N.detach())
     # A shard without members still takes this path: every collective is entered, and the zero is connected.
-    total = torch.where(torch.zeros_like(leaf_N, dtype=torch.bool), leaf_N, 0).sum(dtype=torch.float64)
+    total = leaf_N[:0].sum(dtype=torch.float64)
     metrics: dict[str, Metric] = {}
     tokens: dict[str, TokenReport] = {}
     extra = {name: stream for name, stream in inputs.items() if name not in ("logp", "entropy")}
@@ -155,7 +167,32 @@ def _flat(lp: TokenLogprobs | None, value: Tensor | None, micro: MicroBatch) -> 
     ):
         if wanted and given[name] is None:
             raise DataError(f"the spec reads the {name}, but none came", fix=fix)
-    return {name: stream.reshape(-1) for name, stream in given.items() if stream is not None}
+    flat = {name: stream.reshape(-1) for name, stream in given.items() if stream is not None}
+    if spec.kept is not None and lp is not None:
+        if lp.kept is None:
+            raise DataError(
+                "the spec trains on kept sets, but these log-probs are of the whole vocabulary",
+                expected="TokenLogprobs with kept, the set's share of the vocabulary",
+                fix="token_logprobs(..., kept=micro.kept)",
+            )
+        flat |= {name: x.reshape(-1) for name in ("kept", "outside") if (x := getattr(lp, name)) is not None}
+    return flat if spec.chosen is None else flat | {"chosen": _chosen(lp, micro, spec.chosen)}
+
+
+def _chosen(lp: TokenLogprobs | None, micro: MicroBatch, ids: str) -> Tensor:
+    """The policy's log-probs at the ids of the stream ``ids``, [N, k]."""
+    shape = tuple(micro.wide(ids).shape)
+    if lp is None or lp.chosen is None:
+        raise DataError(
+            "the spec reads the policy's log-probs at a teacher's ids, but none came",
+            fix="token_logprobs(..., chosen_ids=micro.wide(spec.chosen))",
+        )
+    if tuple(lp.chosen.shape) != shape or lp.chosen.dtype != lp.logprob.dtype:
+        raise DataError(
+            "the log-probs at chosen ids do not fit", expected=f"{lp.logprob.dtype} {list(shape)}",
+            got=f"{lp.chosen.dtype} {list(lp.chosen.shape)}",
+        )  # fmt: skip
+    return lp.chosen.reshape(math.prod(micro.shape), shape[-1])
 
 
 def _terms(streams: Sequence[Streams], micro: MicroBatch, spec: LossSpec) -> list[Seen]:
@@ -179,6 +216,7 @@ def _terms(streams: Sequence[Streams], micro: MicroBatch, spec: LossSpec) -> lis
 
 def _term(part: Component, x: Streams, micro: MicroBatch, spec: LossSpec) -> Seen:
     """The component's term before gates and weights, with what decided it."""
+    check_decided(part, micro)
     if isinstance(part, PolicyGradient):
         if "old" in part.reads or part.ratio == "none":
             x.log_ratio = None  # a ratio of the user's own reads the token's, in every round
@@ -190,6 +228,8 @@ def _term(part: Component, x: Streams, micro: MicroBatch, spec: LossSpec) -> See
         return Seen(term_N=term_N, decided_N=decided_N, late=late(part, x, micro, spec))
     if isinstance(part, KL):
         term_N = auxiliary.kl(part, x)
+    elif isinstance(part, TopKDistill):
+        term_N = auxiliary.topk(part, x)
     elif isinstance(part, Entropy):
         term_N = -x.entropy
     elif isinstance(part, Term):
@@ -202,20 +242,29 @@ def _term(part: Component, x: Streams, micro: MicroBatch, spec: LossSpec) -> See
 
 def _weighted(term_N: Tensor, x: Streams, weight_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The term with what is broken or outside selected out, its weighted sum, and where it was broken."""
-    bad_N = x.members & ~term_N.detach().isfinite()
+    good_N = x.members & finite(term_N)
+    bad_N = x.members & ~good_N
+    good = flags(good_N, term_N.dtype)
     for stream_N in (x.logp, *x.computed.values()):
-        _guard(stream_N, x, bad_N)
-    kept_N = torch.where(x.members & ~bad_N, term_N, 0)
+        _guard(stream_N, x, good, bad_N)
+    kept_N = selected(good, term_N)
     return kept_N, (kept_N * weight_N).sum(dtype=torch.float64), x.broken | bad_N
 
 
-def _guard(stream_N: Tensor, x: Streams, bad_N: Tensor) -> None:
+def _guard(stream_N: Tensor, x: Streams, good: Tensor, bad_N: Tensor) -> None:
     if not stream_N.requires_grad:
         return
+    if stream_N.dim() > 1:
+        good_N1 = (x.members & ~bad_N)[:, None]
+        stream_N.register_hook(lambda grad: torch.where(good_N1, grad, 0))
+        return
     # A term that is infinite at finite inputs has no usable derivative there: value and gradient are both selected out.
+    if x.visible is x.members:
+        stream_N.register_hook(lambda grad: selected(good, grad))
+        return
     # Outside the members 0 * inf is all that a non-finite gradient can be, or a unit that a broken token belongs to.
     elsewhere_N = ~x.members | bad_N.any()
-    stream_N.register_hook(lambda grad: torch.where(bad_N | (elsewhere_N & ~grad.isfinite()), 0, grad))
+    stream_N.register_hook(lambda grad: selected(~bad_N & (~elsewhere_N | finite(grad)), grad))
 
 
 def _report(part: Component, x: Streams, term_N: Tensor, seen: Seen, micro: MicroBatch) -> TokenReport:

@@ -24,9 +24,11 @@ from megatron_pgloss.spec import (
     Entropy,
     LossSpec,
     PolicyGradient,
+    TopKDistill,
     Value,
 )
-from megatron_pgloss.terms import bounded, k3
+from megatron_pgloss.terms import bounded, flags, k3, selected
+from megatron_pgloss.terms.topk import log_mass
 
 _BOUNDED = (Clip, FIPO, GMPO, CISPO, TOPR)
 
@@ -53,6 +55,7 @@ def names(part: Component, spec: LossSpec, streams: frozenset[str], entropy: boo
             out += ["clip_low", "clip_high", "clip_dual"]
         out += [f"k3_{base}" for base in ("rollout", "ref") if base in streams]
         out += ["entropy"] if entropy else []
+        out += ["kept_fraction", "outside"] if spec.kept is not None else []
     out += dict.fromkeys(f"gate_{gate.kind}" for gate in spec.gates if part.name in gate.on)
     if any(rule.weighs for late in (False, True) for rule in spec.corrections_on(part, late=late)):
         out += ["is_weight", "is_truncated"]
@@ -64,6 +67,8 @@ def names(part: Component, spec: LossSpec, streams: frozenset[str], entropy: boo
         out.append("entropy")
     if isinstance(part, KL):
         out.append("kl")
+    if isinstance(part, TopKDistill):
+        out += ["divergence", "teacher_mass", "policy_mass"]
     if isinstance(part, Value):
         out += ["value", "returns", "value_error", "value_clipped"]
     return [f"{part.name}/{name}" for name in out]
@@ -78,34 +83,41 @@ def measure(
         worth: the component's own value, before its coefficient.
         bad_N: bool [N]: where the term or what it reads was not finite.
     """
-    member_N = x.members
-    place_N = micro.index_N.to(bad_N.device, non_blocking=True)
-    found: dict[str, Metric] = {
-        "loss": Metric.sum(worth),
-        "fault": Metric.sum(bad_N.sum()),
-        "fault_at": Metric.extreme("min", place_N, bad_N),
-    }
     with torch.no_grad():
+        over = Over(x.members)
+        found: dict[str, Metric] = {
+            "loss": Metric.sum(worth),
+            **_faults(bad_N, micro),
+        }
         if isinstance(part, PolicyGradient):
-            found |= _policy(part, x, member_N, seen)
+            found |= _policy(part, x, over, seen)
+            if x.outside is not None:
+                found["kept_fraction"] = over.mean(torch.ones_like(x.logp) if x.kept is None else x.kept)
+                found["outside"] = Over(x.members | x.outside).share(x.outside)
         for kind, taken_N in seen.late.gated.items():
-            found[f"gate_{kind}"] = Metric.mean(taken_N, member_N)
+            found[f"gate_{kind}"] = over.mean(taken_N)
         if any(rule.weighs for late in (False, True) for rule in spec.corrections_on(part, late=late)):
             found |= _weights(part, x, seen.late, micro)
         if seen.late.rejected_N is not None:
-            found["rejected"] = Metric.mean(seen.late.rejected_N.double(), member_N)
+            found["rejected"] = over.share(seen.late.rejected_N)
         if isinstance(part, CrossEntropy):
-            found["nll"] = Metric.mean(-x.logp, member_N)
+            found["nll"] = over.mean(-x.logp)
         if isinstance(part, Entropy):
-            found["entropy"] = Metric.mean(x.entropy, member_N)
+            found["entropy"] = over.mean(x.entropy)
         if isinstance(part, KL):
-            found["kl"] = Metric.mean(seen.term_N, member_N)
+            found["kl"] = over.mean(seen.term_N)
+        if isinstance(part, TopKDistill):
+            there_Nk = x.wide(part.ids) >= 0
+            taught = Over(x.members & there_Nk.any(1))
+            found["divergence"] = taught.mean(seen.term_N)
+            found["teacher_mass"] = taught.mean(log_mass(x.wide(part.logprobs), there_Nk).exp())
+            found["policy_mass"] = taught.mean(log_mass(x.chosen, there_Nk).exp())
         if isinstance(part, Value):
             returns_N = x.stream("returns")
-            found["value"], found["returns"] = Metric.mean(x.value, member_N), Metric.mean(returns_N, member_N)
-            found["value_error"] = Metric.mean((x.value - returns_N).square(), member_N)
+            found["value"], found["returns"] = over.mean(x.value), over.mean(returns_N)
+            found["value_error"] = over.mean((x.value - returns_N).square())
             assert seen.decided_N is not None
-            found["value_clipped"] = Metric.mean(seen.decided_N.double(), member_N)
+            found["value_clipped"] = over.share(seen.decided_N)
     return {f"{part.name}/{name}": metric for name, metric in found.items()}
 
 
@@ -113,24 +125,80 @@ def _has_ratio(part: PolicyGradient) -> bool:
     return "old" in part.reads
 
 
-def _policy(part: PolicyGradient, x: Streams, member_N: Tensor, seen: Seen) -> dict[str, Metric]:
+class Over:
+    """Reductions over one set of tokens, bool [N]; its number is counted once."""
+
+    def __init__(self, mask_N: Tensor) -> None:
+        self.mask_N = mask_N
+        self._number: Tensor | None = None
+        self._flags: dict[torch.dtype, Tensor] = {}
+        self._outside: dict[torch.dtype, Tensor] = {}
+
+    @property
+    def number(self) -> Tensor:
+        """Tokens of the set, 0-d float64."""
+        if self._number is None:
+            self._number = self.mask_N.count_nonzero().double()
+        return self._number
+
+    def mean(self, value_N: Tensor) -> Metric:
+        """Mean of ``value_N`` over the set; summed in float64."""
+        return Metric("mean", self._picked(value_N).double().sum(), self.number)
+
+    def share(self, flag_N: Tensor) -> Metric:
+        """Share of the set where ``flag_N`` is true."""
+        return Metric("mean", (flag_N & self.mask_N).count_nonzero().double(), self.number)
+
+    def least(self, value_N: Tensor) -> Metric:
+        """Smallest value of the set; plus infinity where it is empty."""
+        return Metric("min", -self._most(-value_N))
+
+    def most(self, value_N: Tensor) -> Metric:
+        """Largest value of the set; minus infinity where it is empty."""
+        return Metric("max", self._most(value_N))
+
+    def _picked(self, value_N: Tensor) -> Tensor:
+        dtype = value_N.dtype
+        if dtype not in self._flags:
+            self._flags[dtype] = flags(self.mask_N, dtype)
+        return selected(self._flags[dtype], value_N.detach())
+
+    def _most(self, value_N: Tensor) -> Tensor:
+        if not value_N.numel():
+            return value_N.new_full((), -torch.inf, dtype=torch.float64)
+        picked_N = self._picked(value_N)
+        if value_N.dtype not in self._outside:
+            self._outside[value_N.dtype] = 1 - self._flags[value_N.dtype].reciprocal()  # 0 inside, -inf outside
+        return (picked_N + self._outside[value_N.dtype]).amax().double()
+
+
+def _faults(bad_N: Tensor, micro: MicroBatch) -> dict[str, Metric]:
+    """How many are broken, and the place in the rank's streams of the first: those of an arrangement rise."""
+    number, never = bad_N.count_nonzero().double(), bad_N.new_full((), torch.inf, dtype=torch.float64)
+    if not bad_N.numel():
+        return {"fault": Metric("sum", number), "fault_at": Metric("min", never)}
+    place_N = micro.index_N.to(bad_N.device, non_blocking=True)
+    first = place_N.take(bad_N.view(torch.uint8).argmax()).double()
+    return {"fault": Metric("sum", number), "fault_at": Metric("min", torch.where(number > 0, first, never))}
+
+
+def _policy(part: PolicyGradient, x: Streams, over: Over, seen: Seen) -> dict[str, Metric]:
     found: dict[str, Metric] = {}
     if _has_ratio(part):
-        found |= _ratio(x, member_N)
+        found |= _ratio(x, over)
         if part.ratio != "token":
             unit_N = x.ratio.double()
-            found["unit_ratio"] = Metric.mean(unit_N, member_N)
-            found["unit_ratio_min"] = Metric.extreme("min", unit_N, member_N)
-            found["unit_ratio_max"] = Metric.extreme("max", unit_N, member_N)
+            found["unit_ratio"] = over.mean(unit_N)
+            found["unit_ratio_min"], found["unit_ratio_max"] = over.least(unit_N), over.most(unit_N)
     if seen.clipped is not None:
-        found["clip_low"] = Metric.mean(seen.clipped.low_N.double(), member_N)
-        found["clip_high"] = Metric.mean(seen.clipped.high_N.double(), member_N)
-        found["clip_dual"] = Metric.mean(seen.clipped.dual_N.double(), member_N)
+        found["clip_low"] = over.share(seen.clipped.low_N)
+        found["clip_high"] = over.share(seen.clipped.high_N)
+        found["clip_dual"] = over.share(seen.clipped.dual_N)
     for base in ("rollout", "ref"):
         if x.has(base):
-            found[f"k3_{base}"] = Metric.mean(k3(bounded(x.logp - getattr(x, base), x.bound)), member_N)
+            found[f"k3_{base}"] = over.mean(k3(bounded(x.logp - getattr(x, base), x.bound)))
     if x.has_entropy:
-        found["entropy"] = Metric.mean(x.entropy, member_N)
+        found["entropy"] = over.mean(x.entropy)
     return found
 
 
@@ -138,25 +206,25 @@ def _weights(part: Component, x: Streams, late: Late, micro: MicroBatch) -> dict
     """Importance weights of the plan and of the loss, over the members before any rejection."""
     before, cut = micro.stream(f"before/{part.name}"), micro.stream(f"is_truncated/{part.name}")
     weight = micro.stream(f"is_weight/{part.name}")
-    over_N = x.members if before is None else before.reshape(-1)
+    over = Over(x.members if before is None else before.reshape(-1))
     weight_N = torch.ones_like(x.logp, dtype=torch.float64) if weight is None else weight.reshape(-1).double()
-    cut_N = torch.zeros_like(over_N) if cut is None else cut.reshape(-1)
+    cut_N = torch.zeros_like(x.members) if cut is None else cut.reshape(-1)
     if late.weight_N is not None:
         weight_N = weight_N * late.weight_N
     if late.truncated_N is not None:
         cut_N = cut_N | late.truncated_N
-    return {"is_weight": Metric.mean(weight_N, over_N), "is_truncated": Metric.mean(cut_N.double(), over_N)}
+    return {"is_weight": over.mean(weight_N), "is_truncated": over.share(cut_N)}
 
 
-def _ratio(x: Streams, member_N: Tensor) -> dict[str, Metric]:
-    raw_N = x.raw_log_ratio.double()
-    ratio_N = raw_N.exp()
+def _ratio(x: Streams, over: Over) -> dict[str, Metric]:
+    raw_N = x.raw_log_ratio
+    ratio_N = raw_N.double().exp()  # in float32 it would overflow long before it is of no interest
     return {
-        "ratio": Metric.mean(ratio_N, member_N),
-        "ratio_sq": Metric.mean(ratio_N.square(), member_N),
-        "ratio_min": Metric.extreme("min", ratio_N, member_N),
-        "ratio_max": Metric.extreme("max", ratio_N, member_N),
-        "bounded": Metric.mean((raw_N.abs() > x.bound).double(), member_N),
-        "k1_old": Metric.mean(raw_N, member_N),
-        "k3_old": Metric.mean(k3(bounded(raw_N, x.bound)), member_N),
+        "ratio": over.mean(ratio_N),
+        "ratio_sq": over.mean(ratio_N.square()),
+        "ratio_min": over.least(ratio_N),
+        "ratio_max": over.most(ratio_N),
+        "bounded": over.share(raw_N.abs() > x.bound),
+        "k1_old": over.mean(raw_N),
+        "k3_old": over.mean(k3(bounded(raw_N, x.bound))),
     }

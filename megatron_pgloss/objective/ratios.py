@@ -22,7 +22,7 @@ def log_ratio(axis: Ratio | CustomRatio | None, x: Streams) -> Tensor:
     if isinstance(axis, CustomRatio):
         return bounded(checked(axis.function(x), x, f"ratio {axis.to_import_path()}"), x.bound)
     if axis.level == "token":
-        return x.token_log_ratio if axis.gradient == "through" else bounded(x.token_log_ratio.detach() + own_N, x.bound)
+        return x.token_log_ratio  # a statistic of one token: both gradients are the same
     s_N = _statistic(axis, x)
     # Held fixed, the statistic is a constant factor; the token keeps its own gradient.
     return bounded(s_N if axis.gradient == "through" else s_N.detach() + own_N, x.bound)

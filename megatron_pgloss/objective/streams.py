@@ -14,7 +14,7 @@ from megatron_pgloss.objective.statistics import Over, UnitStatistics
 from megatron_pgloss.planning import MicroBatch
 from megatron_pgloss.spec import Component, Function, LossSpec, PolicyGradient, SequenceGate
 from megatron_pgloss.spec.surrogates import TOKEN_RATIO_ONLY
-from megatron_pgloss.terms import bounded
+from megatron_pgloss.terms import bounded, finite, flags, selected
 
 __all__ = ["Over", "Streams"]
 _FIX = {"advantages": "advantage"}
@@ -40,23 +40,34 @@ class Streams(UnitStatistics):
         self._micro, self._spec, self.component = micro, spec, component
         self.group = micro.group
         self._axis: Tensor | None = None
+        self._chosen = computed.pop("chosen", None)
         given = {"entropy": entropy_N} | computed
-        usable_N = logp_N.detach().isfinite()
-        for name, stream in given.items():
-            if stream is not None and (name in component.reads or name == getattr(component, "kind", None)):
-                usable_N = usable_N & stream.detach().isfinite()
+        self._given = {name: stream for name, stream in given.items() if stream is not None}
+        kept_N, outside_N = self._given.pop("kept", None), self._given.pop("outside", None)
+        usable_N = finite(logp_N)
+        for name, stream in self._given.items():
+            if name in component.reads or name == getattr(component, "kind", None):
+                usable_N = usable_N & finite(stream)
         member_N = micro.members(component.name).reshape(-1)
         self.broken = member_N & ~usable_N
+        self.kept: Tensor | None = kept_N
+        """The size of the kept set over the vocabulary's, constant."""
+        self.outside: Tensor | None = None
+        """bool [N]: the component's tokens that lie outside their kept sets, where the spec has any."""
+        if spec.kept is not None and component.over == "action":
+            # On its set such a token has no probability at all, which is nobody's fault where the spec drops it.
+            lost_N = logp_N == -torch.inf
+            self.outside = member_N & (lost_N if outside_N is None else outside_N)
+            self.broken = self.broken & ~lost_N if spec.kept.outside == "drop" else self.broken
         self.members: Tensor = member_N & usable_N
         """bool [N]: the component's tokens."""
         self._sampled = _flat(micro, "action") & usable_N
         self.visible = self.members | self._sampled if _reads_units(component, spec) else self.members
-        self.logp: Tensor = torch.where(self.visible, logp_N, 0)
+        self._visible = flags(self.visible, logp_N.dtype)
+        self.logp: Tensor = selected(self._visible, logp_N)
         """log pi of the target token, differentiable."""
-        self.computed = {
-            name: torch.where(self.visible, stream, 0) for name, stream in given.items() if stream is not None
-        }
-        """Further outputs of the model, differentiable."""
+        self.computed: dict[str, Tensor] = {}
+        """Further outputs of the model that were read, differentiable."""
 
     def _constant(self, stream: str) -> Tensor:
         given = self._micro.stream(stream)
@@ -69,11 +80,22 @@ class Streams(UnitStatistics):
                 expected=f"the {stream} stream",
                 fix=f"give it to the TokenBatch; a function says needs=({name!r},) so that the plan checks it",
             )
-        return torch.where(self.visible, given.reshape(-1), 0)
+        if given.dim() > len(self._micro.shape):
+            raise DataError(f"stream {stream!r} has several numbers a token", expected="one", fix="x.wide(name)")
+        given_N = given.reshape(-1)
+        return selected(self._visible, given_N) if given.is_floating_point() else torch.where(self.visible, given_N, 0)
 
     def stream(self, name: str) -> Tensor:
         """A constant stream of the batch by name: one of the user's own (``streams={name: ...}``), or a known one."""
         return self._constant(name)
+
+    def wide(self, name: str) -> Tensor:
+        """A constant stream of several numbers a token, [N, k]: int64 ids with -1 for none and outside what the
+        component sees, or floats beside them. k is 0 on a rank without rows.
+        """
+        given = self._micro.wide(name)
+        given_Nk = given.reshape(self.logp.numel(), given.size(-1))
+        return torch.where(self.visible[:, None], given_Nk, 0 if given.is_floating_point() else -1)
 
     def number(self, given: float | str) -> float | Tensor:
         """A parameter that is a number or the name of a stream."""
@@ -83,7 +105,9 @@ class Streams(UnitStatistics):
     def advantage(self) -> Tensor:
         """Advantage of the token, constant; 0 where a token outside the members has no finite one."""
         given_N = self._constant("advantages")
-        return torch.where(self.members | given_N.isfinite(), given_N, 0)
+        if self.visible is self.members:
+            return given_N
+        return selected(self.members | finite(given_N), given_N)
 
     @property
     def old(self) -> Tensor:
@@ -111,8 +135,10 @@ class Streams(UnitStatistics):
         return self._constant("ref")
 
     def _model(self, name: str, expected: str, fix: str) -> Tensor:
-        if name not in self.computed:
+        if name not in self._given:
             raise DataError(f"a term reads {name}, which was not computed", expected=expected, fix=fix)
+        if name not in self.computed:
+            self.computed[name] = selected(self._visible, self._given[name])
         return self.computed[name]
 
     @property
@@ -135,9 +161,19 @@ class Streams(UnitStatistics):
         return self._model("kl", "token_logprobs(..., ref_logits=...)", "score with the reference's logits")
 
     @property
+    def chosen(self) -> Tensor:
+        """The policy's log-probs at a teacher's ids, [N, k], differentiable; minus infinity where there is no id."""
+        if self._chosen is None:
+            fix = "token_logprobs(..., chosen_ids=micro.wide(spec.chosen))"
+            raise DataError("a term reads log-probs at chosen ids, which were not computed", fix=fix)
+        if "chosen" not in self.computed:
+            self.computed["chosen"] = torch.where(self.visible[:, None], self._chosen, -torch.inf)
+        return self.computed["chosen"]
+
+    @property
     def has_entropy(self) -> bool:
         """Whether the entropy was computed."""
-        return "entropy" in self.computed
+        return "entropy" in self._given
 
     @property
     def bound(self) -> float:
@@ -157,8 +193,10 @@ class Streams(UnitStatistics):
     def token_log_ratio(self) -> Tensor:
         """log pi - log old of the token, bounded to the spec's ``log_ratio_bound`` (gradient 0 beyond)."""
         raw_N = self.raw_log_ratio
-        # An infinite one is no ratio: it must not come out of the bound as a number that votes.
-        return torch.where(raw_N.detach().isinf(), torch.nan, bounded(raw_N, self.bound))
+        fixed_N = raw_N.detach()
+        # An infinite one is no ratio: it must not come out of the bound as a number that votes. Its difference from
+        # itself is NaN, that of any other 0.
+        return bounded(raw_N, self.bound) + (fixed_N - fixed_N)
 
     @property
     def log_ratio(self) -> Tensor:

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_pgloss.objective.grouped import group_streams
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.objective.users import checked
 from megatron_pgloss.spec import CISPO, DRO, FIPO, GMPO, REAL, SAPO, TOPR, VESPO, Clip, Surrogate
-from megatron_pgloss.terms import bounded
+from megatron_pgloss.terms import bounded, flags, selected
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,12 @@ def _clip(log_ratio_N: Tensor, advantage_N: Tensor, low: Any, high: Any, cap: An
     low_N = (advantage_N < 0) & (ratio_N < 1 - low)
     dual_N = (advantage_N < 0) & (ratio_N > cap) if cap is not None else torch.zeros_like(low_N)
     which = Clipped(low_N, high_N, dual_N)
-    free_N = torch.where(which.any_N, 0, log_ratio_N).exp()
-    factor_N = torch.where(high_N, 1 + high, torch.where(low_N, 1 - low, free_N))
+    upper, lower = (side if isinstance(side, Tensor) else ratio_N.new_tensor(side) for side in (1 + high, 1 - low))
+    held_N = torch.where(high_N, upper, lower)
     if cap is not None:
-        factor_N = torch.where(dual_N, cap, factor_N)
+        held_N = torch.where(dual_N, cap, held_N)
+    free = flags(~which.any_N, log_ratio_N.dtype)
+    factor_N = selected(free, selected(free, log_ratio_N).exp()) + selected(which.any_N, held_N)
     return -advantage_N * factor_N, which
 
 
@@ -156,7 +159,10 @@ def fipo(x: Streams, part: FIPO) -> Term:
 
 
 def real(x: Streams, part: REAL) -> Term:
-    """``softplus(-sign(A) s / tau)``; 0 without a label."""
+    """``softplus(-sign(A) s / tau)``; 0 without a label. By group, what the statistics pass found of it."""
+    if part.form == "group":
+        value_N, slope_N = (x.stream(name) for name in group_streams(x.component.name))
+        return value_N + slope_N * (x.log_ratio - x.log_ratio.detach()), None
     label_N = x.advantage.sign()
     return torch.where(label_N == 0, 0, F.softplus(-label_N * x.log_ratio / part.tau)), None
 

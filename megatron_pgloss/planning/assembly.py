@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError
-from megatron_pgloss.planning import agreement, normalizers, sets
+from megatron_pgloss.planning import agreement, kept, normalizers, sets
 from megatron_pgloss.planning.agreement import FIELDS, HEAD, Ranks
 from megatron_pgloss.planning.local import SLOTS, Local
 from megatron_pgloss.spec import LossSpec, PolicyGradient
@@ -99,9 +99,14 @@ def token_table(
         "targets": batch.targets_T,
         "turn": found.index["turn"],
         "action": batch.action_T,
-        **{name: stream_T.to(dtype) for name, stream_T in batch.streams.items() if name != "temperature"},
+        **{
+            name: stream_T.to(dtype) if stream_T.is_floating_point() else stream_T
+            for name, stream_T in batch.streams.items()
+            if name != "temperature"
+        },
         **{name: T.to(dtype) if T.is_floating_point() else T for name, T in local.constants.items()},
     }
+    table |= {name: T.to(dtype) if T.is_floating_point() else T for name, T in kept.at_actions(batch).items()}
     if "temperature" in batch.streams:
         # Nobody trains on the other tokens, and what a sampler reports there may be 0.
         scored_T = batch.action_T | batch.target_T

@@ -6,15 +6,20 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError, PGLossError
+from megatron_pgloss.planning import kept
 from megatron_pgloss.planning.sets import ComponentSet, base, component_set, where
+from megatron_pgloss.planning.units import per_row
 from megatron_pgloss.rollouts import STREAMS, TokenBatch
 from megatron_pgloss.spec import CovarianceGate, DropTruncated, LossSpec, Staleness, UserMask, acts_on, reads_turns
 
 _ARGUMENT = {"old": "old_logprobs", "rollout": "rollout_logprobs", "ref": "ref_logprobs", "advantages": "advantages"}
 
 
-def check(batch: TokenBatch, spec: LossSpec, *, vocab_size: int | None = None) -> None:
+def check(batch: TokenBatch, spec: LossSpec, *, vocab_size: int | None = None) -> list[ComponentSet]:
     """Raise the first fault of ``batch`` under ``spec``, in a fixed order.
+
+    Returns:
+        The tokens of every component, before corrections.
 
     Raises:
         DataError: names outside the spec, absent streams and ids, an action on a first token, tokens off the
@@ -23,15 +28,19 @@ def check(batch: TokenBatch, spec: LossSpec, *, vocab_size: int | None = None) -
     """
     _names(batch, spec)
     _present(batch, spec)
+    kept.check_present(batch, spec)
     _first_tokens(batch)
     check_inputs(batch, vocab_size=vocab_size)
     # Without corrections: those read streams whose values are only judged here.
     plain = spec.replace(corrections=())
     sets = [component_set(batch, part, plain) for part in spec.components]
+    for tokens in sets:
+        kept.check_inside(batch, spec, tokens.member_T)
     _finite(batch, spec, sets)
     _empty_sequences(batch, spec)
     _turns(batch, spec, sets)
     _updated(batch, spec)
+    return sets
 
 
 def check_inputs(batch: TokenBatch, *, vocab_size: int | None = None) -> None:
@@ -42,6 +51,7 @@ def check_inputs(batch: TokenBatch, *, vocab_size: int | None = None) -> None:
     """
     _vocabulary(batch, vocab_size)
     _temperature(batch)
+    kept.check_values(batch, vocab_size)
 
 
 def _names(batch: TokenBatch, spec: LossSpec) -> None:
@@ -92,10 +102,11 @@ def _first_tokens(batch: TokenBatch) -> None:
 
 
 def _vocabulary(batch: TokenBatch, vocab_size: int | None) -> None:
-    bad_T = batch.tokens_T < 0
-    if vocab_size is not None:
-        bad_T = bad_T | (batch.tokens_T >= vocab_size)
-    if bool(bad_T.any()):
+    if not batch.tokens_T.numel():
+        return
+    top = int(batch.tokens_T.max())
+    if int(batch.tokens_T.min()) < 0 or (vocab_size is not None and top >= vocab_size):
+        bad_T = (batch.tokens_T < 0) | (batch.tokens_T >= (top + 1 if vocab_size is None else vocab_size))
         at = int(bad_T.to(torch.int8).argmax())
         limit = "" if vocab_size is None else f" below {vocab_size}"
         row = int(torch.searchsorted(batch.cu_S1, at, right=True)) - 1
@@ -149,6 +160,10 @@ def _finite(batch: TokenBatch, spec: LossSpec, sets: list[ComponentSet]) -> None
                     where=where(batch, at, f"weights[{part.name!r}]"),
                 )
         for name, stream_T in streams.items():
+            if stream_T.dim() > 1:
+                continue  # read where the ids beside it are, which its reader knows
+            if not stream_T.numel() or bool(torch.stack(stream_T.aminmax()).isfinite().all()):
+                continue
             bad_T = member_T & ~stream_T.isfinite()
             if bool(bad_T.any()):
                 at = int(bad_T.to(torch.int8).argmax())
@@ -166,8 +181,7 @@ def empty_rows(batch: TokenBatch, spec: LossSpec) -> Tensor:
     any_T = torch.zeros_like(batch.action_T)
     for part in spec.components:
         any_T = any_T | base(batch, part)
-    hits_S = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, batch.seq_T, any_T.to(torch.int64))
-    return (batch.lengths_S > 0) & (hits_S == 0)
+    return (batch.lengths_S > 0) & (per_row(any_T, batch.cu_S1) == 0)
 
 
 def _empty_sequences(batch: TokenBatch, spec: LossSpec) -> None:

@@ -87,20 +87,26 @@ def prepare(
     constants: dict[str, Tensor] = {}
     if spec.old == "record":
         batch, constants["recorded"] = recording.recalled(batch)
-    faults.check(batch, spec, vocab_size=vocab_size)
+    plain = faults.check(batch, spec, vocab_size=vocab_size)
     if spec.old == "interpolate":
         constants["interpolation"] = interpolation(lags(batch, version, "old='interpolate'"))
     local = Local(
         batch=batch, units=found, parts=parts, excluded=int(faults.empty_rows(batch, spec).sum()), constants=constants,
         verdicts=verdicts(batch, spec, version),
     )  # fmt: skip
-    return count(local, spec)
+    return count(local, spec, tokens=None if spec.corrections else plain)
 
 
-def count(local: Local, spec: LossSpec, rejected: Mapping[str, Tensor] | None = None) -> Local:
+def count(
+    local: Local,
+    spec: LossSpec,
+    rejected: Mapping[str, Tensor] | None = None,
+    tokens: list[sets.ComponentSet] | None = None,
+) -> Local:
     """``local`` with its components counted.
 
     Args:
+        tokens: their tokens, where they are known.
         rejected: component to bool [T]: what a statistics pass found rejected.
 
     Raises:
@@ -110,7 +116,7 @@ def count(local: Local, spec: LossSpec, rejected: Mapping[str, Tensor] | None = 
     if batch is None or found is None:
         return local
     present_S = (batch.lengths_S > 0) & ~faults.empty_rows(batch, spec) & ~sets.ended(batch, Termination.FAULT)
-    tokens = [
+    tokens = tokens or [
         sets.component_set(batch, part, spec, local.verdicts, (rejected or {}).get(part.name))
         for part in spec.components
     ]
@@ -129,10 +135,12 @@ def head(local: Local, spec: LossSpec | None, arrangement: Arrangement, ranks: R
     }
     if batch is None:
         return known
-    longest = int(batch.lengths_S.max()) if len(batch) else 0
-    packed = [sum(round_up(int(batch.lengths_S[row]), arrangement.multiple) for row in part) for part in local.parts]
+    lengths = batch.lengths_S.tolist()
+    longest = max(lengths, default=0)
+    packed = [sum(round_up(lengths[row], arrangement.multiple) for row in part) for part in local.parts]
     return known | {
-        "batch": agreement.batch_digest(batch),
+        # Nobody to compare with where every rank has data of its own.
+        "batch": agreement.batch_digest(batch) if ranks.world_size > ranks.data_size else 0,
         "streams": agreement.presence(batch),
         "microbatches": len(local.parts),
         "rows": len(batch),
@@ -160,7 +168,7 @@ def body(local: Local) -> Tensor:
         tokens = part.tokens
         total = part.totals["token"]
         bits = _bits(total) if isinstance(total, float) else total
-        values += [int(tokens.base_T.sum()), int(tokens.member_T.sum()), live]
+        values += [int(tokens.base_T.count_nonzero()), int(tokens.member_T.count_nonzero()), live]
         values += [int(part.totals["sequence"]), int(part.totals["turn"]), bits, *tokens.dropped]
         for weight, number in tokens.means:
             values += [_bits(weight), number]

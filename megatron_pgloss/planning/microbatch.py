@@ -15,8 +15,11 @@ from torch import Tensor
 
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.planning.split import round_up
+from megatron_pgloss.rollouts.batch import OFF
+from megatron_pgloss.spec import KeptSet
+from megatron_pgloss.terms.kept import Kept
 
-_FILL = {"temperature": 1.0, "seq": -1, "turn": -1}
+_FILL: dict[str, float] = {"temperature": 1.0, "seq": -1, "turn": -1, **OFF}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,9 @@ class MicroBatch:
     """Streams arranged so far: several components read the same ones."""
 
     def stream(self, name: str) -> Tensor | None:
-        """A stream of the step in this arrangement, ``shape``; padding is 0, false, -1, or 1 for temperature."""
+        """A stream of the step in this arrangement, ``shape``, or ``[*shape, k]`` where it is wide; padding is 0,
+        false, -1 (ids among them), or 1 for temperature.
+        """
         if name not in self._made:
             self._made[name] = self._arrange(name)
         return self._made[name]
@@ -74,11 +79,35 @@ class MicroBatch:
         if source_T is None:
             return None
         if source_T.numel() == 0:
-            out_N = torch.zeros(self.index_N.shape, dtype=source_T.dtype)
+            out_N = source_T.new_zeros(self.index_N.numel(), *source_T.shape[1:])
         else:
-            out_N = source_T[self.index_N.clamp(min=0)]
-        out_N = torch.where(self.index_N >= 0, out_N, torch.full_like(out_N, _FILL.get(name, 0)))
-        return out_N.reshape(self.shape).to(self.device, non_blocking=True)
+            out_N = source_T.index_select(0, self._place("/clamped"))
+        wide = source_T.dim() > 1
+        fill = _FILL.get(name, -1 if wide and not source_T.is_floating_point() else 0)
+        out_N = out_N.index_fill_(0, self._place("/padding"), fill)
+        return out_N.reshape(*self.shape, *source_T.shape[1:]).to(self.device, non_blocking=True)
+
+    def wide(self, name: str) -> Tensor:
+        """A stream of several numbers a token, ``[*shape, k]``: int64 ids with -1 for none, or floats beside them.
+
+        On a rank without rows k is 0, so that what is made of the stream takes the same path there.
+
+        Raises:
+            DataError: the step has no such stream.
+        """
+        found = self.stream(name)
+        if found is not None and found.dim() == 3:
+            return found
+        if self.table["tokens"].numel() == 0:
+            return torch.zeros(*self.shape, 0, dtype=torch.int64, device=self.device)
+        raise DataError(f"no stream {name!r} of several numbers a token", expected=f"streams={{{name!r}: [B, L, k]}}")
+
+    def _place(self, what: str) -> Tensor:
+        """int64: ``/clamped`` [N], the token at each position (any at padding); or ``/padding``, where that is."""
+        if what not in self._made:
+            self._made["/clamped"] = self.index_N.clamp(min=0)
+            self._made["/padding"] = (self.index_N < 0).nonzero().flatten()
+        return self._made[what]  # type: ignore[return-value]
 
     def _known(self, kind: str, name: str) -> Tensor:
         stream = self.stream(f"{kind}/{name}")
@@ -109,6 +138,23 @@ class MicroBatch:
     def temperature(self) -> Tensor | None:
         """float: the sampler's temperature per position, or None where it is 1 everywhere."""
         return self.stream("temperature")
+
+    @property
+    def kept(self) -> Kept | None:
+        """What the sampler could draw from at each position, for the log-prob pass; None where the spec scores the
+        whole vocabulary.
+        """
+        return self.kept_by(self.plan.spec.kept if self.plan.spec is not None else None)
+
+    def kept_by(self, rule: KeptSet | None) -> Kept | None:
+        """The same by another spec's rule: for a scoring pass, whose plan has no spec."""
+        if rule is None:
+            return None
+        add = rule.outside == "add"
+        if rule.source == "recorded":
+            return Kept(ids=self.stream("kept"), add_target=add)
+        rules = {name: self.stream(name) for name in ("top_k", "top_p", "min_p")}
+        return Kept(**rules, top_p_of=rule.top_p_of, add_target=add)
 
     @property
     def position_ids(self) -> Tensor:
@@ -142,22 +188,24 @@ class MicroBatch:
 
 def padded(number: int, rows: list[int], plan: Any, *, width: int, height: int, device: torch.device) -> MicroBatch:
     """Rows ``rows`` as a right- or caller-padded matrix of ``height`` rows."""
-    index_BL = torch.full((height, width), -1, dtype=torch.int64)
-    seq_BL = torch.full((height, width), -1, dtype=torch.int64)
     batch, left = plan.batch, plan.arrangement.left
-    for b, row in enumerate(rows):
-        start, end = int(batch.cu_S1[row]), int(batch.cu_S1[row + 1])
-        offset = 0 if left else int(batch.offset_S[row])
-        index_BL[b, offset : offset + end - start] = torch.arange(start, end)
-        seq_BL[b, offset : offset + end - start] = b
-    position_BL = torch.arange(width).expand(height, width)
-    if not left:
-        first_B1 = torch.tensor([int(batch.offset_S[row]) for row in rows] + [0] * (height - len(rows)))[:, None]
-        position_BL = (position_BL - first_B1).clamp(min=0)
+    first_B1, start_B1, length_B1 = torch.zeros(3, height, 1, dtype=torch.int64)
+    if rows:
+        row_B = torch.tensor(rows)
+        start_B1[: len(rows), 0], length_B1[: len(rows), 0] = batch.cu_S1[row_B], batch.lengths_S[row_B]
+        if not left:
+            first_B1[: len(rows), 0] = batch.offset_S[row_B]
+    position_BL = torch.arange(width) - first_B1
+    off_BL = _off((position_BL >= 0) & (position_BL < length_B1))
     return _finish(
-        number, (height, width), index_BL.reshape(-1), position_BL.reshape(-1), seq_BL.reshape(-1), len(rows), None,
-        plan, device,
+        number, (height, width), (start_B1 + position_BL | off_BL).reshape(-1), position_BL.clamp(min=0).reshape(-1),
+        (torch.arange(height)[:, None] | off_BL).reshape(-1), rows, None, plan, device,
     )  # fmt: skip
+
+
+def _off(real: Tensor) -> Tensor:
+    """int64: 0 where ``real``, -1 elsewhere: whatever is or-ed with it becomes -1 there."""
+    return real.view(torch.uint8).to(torch.int64) - 1
 
 
 def packed(number: int, rows: list[int], plan: Any, *, width: int | None, device: torch.device) -> MicroBatch:
@@ -178,7 +226,7 @@ def packed(number: int, rows: list[int], plan: Any, *, width: int | None, device
         position.append(torch.arange(rest))
         cu.append(cu[-1] + rest)
     return _finish(
-        number, (1, cu[-1]), torch.cat(index), torch.cat(position), torch.cat(seq), len(rows),
+        number, (1, cu[-1]), torch.cat(index), torch.cat(position), torch.cat(seq), rows,
         torch.tensor(cu, dtype=torch.int32), plan, device,
     )  # fmt: skip
 
@@ -198,18 +246,22 @@ def whole(plan: Any) -> MicroBatch:
 
 
 def _finish(
-    number: int, shape: tuple[int, int], index_N: Tensor, position_N: Tensor, seq_N: Tensor, sequences: int,
+    number: int, shape: tuple[int, int], index_N: Tensor, position_N: Tensor, seq_N: Tensor, rows: list[int],
     cu_seqlens: Tensor | None, plan: Any, device: torch.device,
 ) -> MicroBatch:  # fmt: skip
-    turn_T = plan.table["turn"]
-    turn_N = torch.full_like(index_N, -1)
-    real_N = index_N >= 0
-    turn_N[real_N] = turn_T[index_N[real_N]]
-    some_N = turn_N >= 0
-    names, dense = torch.unique(turn_N[some_N], return_inverse=True)
-    turn_N[some_N] = dense
+    turn_N, turns = torch.full_like(index_N, -1), 0
+    if rows and plan.table["turn"].numel():
+        # A row's turns have consecutive numbers, and here all its tokens: they only begin elsewhere.
+        begin_S1 = plan.local.units.first_turn_S1
+        row_B = torch.tensor(rows)
+        size_B = begin_S1[row_B + 1] - begin_S1[row_B]
+        turns = int(size_B.sum())
+        moved_B = size_B.cumsum(0) - size_B - begin_S1[row_B]
+        turn_N = plan.table["turn"].index_select(0, index_N.clamp(min=0))
+        off_N = _off((turn_N >= 0) & (index_N >= 0))
+        turn_N = turn_N + moved_B.index_select(0, seq_N.clamp(min=0)) | off_N
     return MicroBatch(
         number=number, shape=shape, index_N=index_N, position_N=position_N, seq_N=seq_N, turn_N=turn_N,
-        units={"sequence": sequences, "turn": names.numel()}, cu_seqlens=cu_seqlens, table=plan.table, plan=plan,
+        units={"sequence": len(rows), "turn": turns}, cu_seqlens=cu_seqlens, table=plan.table, plan=plan,
         device=device,
     )  # fmt: skip

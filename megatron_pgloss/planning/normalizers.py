@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.planning.sets import ComponentSet
-from megatron_pgloss.planning.units import KEYED, Units
+from megatron_pgloss.planning.units import KEYED, Units, per_row, per_unit
 from megatron_pgloss.spec import LossSpec
+from megatron_pgloss.spec.normalizer import Level
+from megatron_pgloss.terms import selected
 
 LOCAL = ("sequence", "turn", "token")
 
@@ -27,6 +29,8 @@ class LocalCounts:
     tokens: ComponentSet
     alive: dict[str, Tensor]
     """Unit name to bool [units]: whether the unit is counted."""
+    number: dict[str, Tensor]
+    """Unit name to int64 [units]: its counted tokens on this rank."""
     value_T: Tensor
     """float64 or int64 [T]: what a token adds to the token level (1, or its user weight)."""
     totals: dict[str, int | float]
@@ -42,17 +46,23 @@ def local_counts(tokens: ComponentSet, units: Units, present_S: Tensor) -> Local
     weighted = tokens.component.divide_by == "weights"
     # A token of weight 0 adds nothing to a sum of weights, so it does not make its unit count either.
     count_T = tokens.count_T & (tokens.user_T != 0) if weighted else tokens.count_T
+    value_T = torch.where(count_T, tokens.user_T, 0) if weighted else count_T.view(torch.uint8).to(torch.int64)
+    number = {"sequence": per_row(count_T, units.cu_S1)}
     alive: dict[str, Tensor] = {}
     for unit, size in units.size.items():
-        index_T = units.index[unit]
-        inside_T = count_T & (index_T >= 0)
-        alive[unit] = torch.zeros(size, dtype=torch.bool).index_fill_(0, index_T[inside_T], True)
+        if unit == "turn":
+            hits_T = count_T.view(torch.uint8).to(torch.int64) if weighted else value_T
+            number[unit] = per_unit(hits_T, units.index[unit], size)
+        elif unit != "sequence":
+            number[unit] = torch.zeros(size, dtype=torch.int64).index_add_(
+                0, units.parent["sequence", unit], number["sequence"]
+            )
+        alive[unit] = number[unit] > 0
         if tokens.component.units == "all":
             alive[unit] = present_S if unit == "sequence" else _holds_row(units, unit, present_S)
-    value_T = torch.where(count_T, tokens.user_T, 0) if weighted else count_T.to(torch.int64)
     totals: dict[str, int | float] = {unit: int(alive[unit].sum()) for unit in ("sequence", "turn")}
     totals["token"] = value_T.sum().item()
-    return LocalCounts(tokens=tokens, alive=alive, value_T=value_T, totals=totals)
+    return LocalCounts(tokens=tokens, alive=alive, number=number, value_T=value_T, totals=totals)
 
 
 def _holds_row(units: Units, unit: str, present_S: Tensor) -> Tensor:
@@ -104,10 +114,9 @@ def keyed_rows(counts: list[LocalCounts], units: Units | None, unit: str, capaci
 def _sums(part: LocalCounts, units: Units, child: str, parent: str) -> Tensor:
     """Counted children of every parent unit on this rank; float64 for weighted tokens, else int64."""
     if child == "token":
-        index_T = units.index[parent]
-        inside_T = part.tokens.count_T & (index_T >= 0)
-        out = torch.zeros(units.size[parent], dtype=part.value_T.dtype)
-        return out.index_add_(0, index_T[inside_T], part.value_T[inside_T])
+        if not part.value_T.is_floating_point():
+            return part.number[parent]
+        return per_unit(part.value_T, units.index[parent], units.size[parent])
     owner = torch.arange(units.size[child]) if child == parent else units.parent[child, parent]
     alive = part.alive[child].to(torch.int64)
     return torch.zeros(units.size[parent], dtype=torch.int64).index_add_(0, owner, alive)
@@ -190,25 +199,37 @@ def weights(c: int, part: LocalCounts, units: Units, totals: Totals) -> Tensor:
     member_T = part.tokens.member_T
     # Members with a factor are counted, so their divisors are positive; elsewhere the weight is 0 whatever they are.
     live_T = member_T & (part.tokens.factor_T != 0)
-    weight_T = torch.ones(member_T.shape, dtype=torch.float64)
+    # One number for each unit of the level above (at first one for all), spread to its tokens at the end.
+    weight = torch.ones(1, dtype=torch.float64)
     parent: str | None = None
     for level in part.tokens.component.path.levels:
-        if level.divisor is not None:
-            divisor_T = torch.full_like(weight_T, level.divisor)
-        elif level.average:
-            parents = 1 if parent is None else totals.batch[c][parent]
-            mean = totals.batch[c][level.unit] / parents if parents else 0.0
-            divisor_T = torch.full_like(weight_T, mean)
-        elif level.power is None:
-            divisor_T = torch.ones_like(weight_T)
-        elif parent is None:
-            # Without a counted unit there is no member either; a negative power of 0 must not be taken.
-            count = float(totals.batch[c][level.unit]) or 1.0
-            divisor_T = torch.full_like(weight_T, count**level.power)
-        else:
-            per_unit = totals.children(c, part, units, level.unit, parent).to(torch.float64) ** level.power
-            index_T = torch.where(member_T, units.index[parent], 0)
-            divisor_T = per_unit[index_T] if per_unit.numel() else torch.ones_like(weight_T)
-        weight_T = weight_T / torch.where(live_T, divisor_T, 1.0)
-        parent = level.unit
-    return torch.where(live_T, weight_T * part.tokens.factor_T, 0.0)
+        weight = weight / _divisor(c, part, units, totals, level, parent)
+        if level.unit != "token":
+            owner = None if parent is None else units.parent[level.unit, parent]
+            weight = weight.expand(units.size[level.unit]) if owner is None else weight[owner]
+            parent = level.unit
+    if parent is not None:
+        # A unit's number, or 1 for a token that belongs to none.
+        index_T = units.index[parent]
+        weight = torch.cat([weight.new_ones(1), weight]).index_select(0, index_T + 1)
+    return selected(live_T, weight * part.tokens.factor_T)
+
+
+def _divisor(c: int, part: LocalCounts, units: Units, totals: Totals, level: Level, parent: str | None) -> Tensor:
+    """The level's divisor: of each parent unit of this rank, or of the batch, float64 [units] or [1]; 1 where it would
+    be 0, where no token has a weight.
+    """
+    if level.divisor is not None:
+        number = float(level.divisor)
+    elif level.average:
+        parents = 1 if parent is None else totals.batch[c][parent]
+        number = totals.batch[c][level.unit] / parents if parents else 0.0
+    elif level.power is None:
+        number = 1.0
+    elif parent is None:
+        # Without a counted unit there is no member either; a negative power of 0 must not be taken.
+        number = (float(totals.batch[c][level.unit]) or 1.0) ** level.power
+    else:
+        per_parent = totals.children(c, part, units, level.unit, parent).to(torch.float64)
+        return torch.where(per_parent == 0, 1.0, per_parent) ** level.power
+    return torch.full((1,), number or 1.0, dtype=torch.float64)

@@ -33,6 +33,8 @@ def report(plan: Plan) -> str:
     if plan.spec is None:
         return "\n".join(lines)
     lines.append(f"  old log-probs: {_OLD[plan.spec.old]}")
+    if plan.spec.kept is not None:
+        lines.append(f"  {plan.spec.kept.formula}")
     if plan.needs_statistics:
         lines.append("  a statistics pass is to come: what it decides is not counted yet")
     for part in plan.spec.components:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError
-from megatron_pgloss.planning import frozen
+from megatron_pgloss.planning import frozen, kept
 from megatron_pgloss.planning.frozen import Verdict
 from megatron_pgloss.rollouts import Termination, TokenBatch
 from megatron_pgloss.spec import (
@@ -27,6 +27,7 @@ from megatron_pgloss.spec import (
     acts_on,
     moved_by_advantage,
 )
+from megatron_pgloss.terms import flags
 from megatron_pgloss.terms.corrections import LEVELS
 
 
@@ -61,7 +62,8 @@ class ComponentSet:
 def reasons(spec: LossSpec) -> tuple[str, ...]:
     """Names of the plan-time rules that can take tokens out, in the order they act."""
     rejecting = [rule for rule in spec.corrections if rule.rejects and not spec.is_late(rule)]
-    return ("fault", *(mask.reason for mask in spec.masks), *(rule.reason for rule in rejecting))
+    outside = (spec.kept.reason,) if spec.kept is not None and spec.kept.outside == "drop" else ()
+    return ("fault", *(mask.reason for mask in spec.masks), *outside, *(rule.reason for rule in rejecting))
 
 
 def normalized(spec: LossSpec) -> tuple[int, ...]:
@@ -89,6 +91,8 @@ def ended(batch: TokenBatch, state: Termination) -> Tensor:
 
 
 def _tokens_ended(batch: TokenBatch, state: Termination) -> Tensor:
+    if batch.terminations is None or state not in batch.terminations:
+        return torch.zeros_like(batch.action_T)
     return torch.repeat_interleave(ended(batch, state), batch.lengths_S)
 
 
@@ -113,28 +117,35 @@ def component_set(
     base_T = base(batch, component)
     fault_T = _tokens_ended(batch, Termination.FAULT)
     kept_T = base_T & ~fault_T
-    dropped = [int(base_T.sum() - kept_T.sum())]
+    dropped = [int(base_T.count_nonzero() - kept_T.count_nonzero())]
     for mask in spec.masks:
-        before = int(kept_T.sum())
+        before = int(kept_T.count_nonzero())
         if acts_on(mask, component):
             kept_T = kept_T & ~_taken(batch, mask)
-        dropped.append(before - int(kept_T.sum()))
+        dropped.append(before - int(kept_T.count_nonzero()))
+    if spec.kept is not None and spec.kept.outside == "drop":
+        before, gone_T = int(kept_T.count_nonzero()), kept.leaving(batch, spec, component)
+        kept_T = kept_T if gone_T is None else kept_T & ~gone_T
+        dropped.append(before - int(kept_T.count_nonzero()))
     before_T, count_T = kept_T, _counted(batch, component, kept_T, fault_T)
     weight_T, clipped_T = torch.ones_like(before_T, dtype=torch.float64), torch.zeros_like(before_T)
+    weighs = False
     for rule, verdict in zip(spec.corrections, verdicts, strict=True):
         if verdict is None:
             continue
-        before, acting = int(kept_T.sum()), acts_on(rule, component)
+        before, acting = int(kept_T.count_nonzero()), acts_on(rule, component)
         if verdict.kept_T is not None:
             kept_T = kept_T & verdict.kept_T if acting else kept_T
-            dropped.append(before - int(kept_T.sum()))
+            dropped.append(before - int(kept_T.count_nonzero()))
         if acting and verdict.weight_T is not None:
-            weight_T = weight_T * verdict.weight_T
+            weight_T, weighs = weight_T * verdict.weight_T, True
         if acting and verdict.clipped_T is not None:
             clipped_T = clipped_T | verdict.clipped_T
-    user_T = batch.weights.get(component.name, torch.ones_like(base_T, dtype=torch.float64)).to(torch.float64)
-    user_T = torch.where(count_T, user_T, 0)
-    factor_T = torch.where(kept_T, user_T, 0) * torch.where(kept_T, weight_T, 1)
+    given_T = batch.weights.get(component.name)
+    user_T = flags(count_T, torch.float64) if given_T is None else torch.where(count_T, given_T.double(), 0)
+    factor_T = flags(kept_T, torch.float64) if given_T is None else torch.where(kept_T, user_T, 0)
+    if weighs:
+        factor_T = factor_T * torch.where(kept_T, weight_T, 1)
     if component.rejected == "kept":
         count_T = count_T & ~(before_T & ~kept_T)
         if rejected_T is not None:
@@ -177,7 +188,7 @@ def _mean(
     if not acts_on(rule, component):
         return 0.0, 0
     if rule.level == "token":
-        return float(torch.where(kept_T, verdict.weight_T, 0).sum()), int(kept_T.sum())
+        return float(torch.where(kept_T, verdict.weight_T, 0).sum()), int(kept_T.count_nonzero())
     unit = frozen.unit_sums(batch)[LEVELS[rule.level][0]]
     inside_T = kept_T & (unit.unit_N >= 0)
     weight_U = torch.zeros(unit.units, dtype=torch.float64)
@@ -191,7 +202,7 @@ def live(batch: TokenBatch, tokens: ComponentSet) -> int:
     alive_T = tokens.member_T & (tokens.factor_T != 0)
     if moved_by_advantage(tokens.component):
         alive_T = alive_T & (batch.streams["advantages"] != 0)
-    return int(alive_T.sum())
+    return int(alive_T.count_nonzero())
 
 
 def where(batch: TokenBatch, position: int, stream: str | None = None) -> str:

@@ -26,6 +26,10 @@ class Units:
     """Unit name to how many there are on this rank."""
     parent: dict[tuple[str, str], Tensor]
     """(child, parent) to int64 [children]: the parent unit of every child unit, for all coarser parents."""
+    cu_S1: Tensor
+    """int64 [S + 1]: where each row begins in the streams."""
+    first_turn_S1: Tensor
+    """int64 [S + 1]: the first turn of every row: turns are numbered row by row."""
     key: dict[str, Tensor]
     """``prompt`` and ``episode`` to int64 [units, 2]: 128-bit hash of the unit's key."""
 
@@ -46,7 +50,7 @@ def find(batch: TokenBatch) -> Units:
         size[name] = len(order)
         key[name] = torch.tensor([_hash(text) for text in order], dtype=torch.int64).reshape(-1, 2)
         index[name] = of_row[name][seq_T]
-    index["turn"], size["turn"], turn_row = turns_of(batch)
+    index["turn"], size["turn"], turn_row = turns_of(batch, seq_T)
     parent = {("turn", "sequence"): turn_row}
     for name, rows in of_row.items():
         parent["sequence", name] = rows
@@ -55,25 +59,46 @@ def find(batch: TokenBatch) -> Units:
         first = torch.zeros(size["episode"], dtype=torch.int64)
         first[of_row["episode"]] = of_row["prompt"]
         parent["episode", "prompt"] = first
-    return Units(index=index, size=size, parent=parent, key=key)
+    first_turn_S1 = torch.searchsorted(turn_row, torch.arange(len(batch) + 1))
+    return Units(index=index, size=size, parent=parent, cu_S1=batch.cu_S1, first_turn_S1=first_turn_S1, key=key)
 
 
-def turns_of(batch: TokenBatch) -> tuple[Tensor, int, Tensor]:
-    """Turns as dense indices: int64 [T] (-1 for none), how many, and int64 [turns]: the row of each."""
-    # Turn ids of a row may be any integers: dense over (row, id).
-    has_T = batch.turn_T >= 0
-    id_K, row_K = batch.turn_T[has_T], batch.seq_T[has_T]
-    width = int(id_K.max()) + 1 if id_K.numel() else 1
+def turns_of(batch: TokenBatch, seq_T: Tensor | None = None) -> tuple[Tensor, int, Tensor]:
+    """Turns as dense indices, row by row: int64 [T] (-1 for none), how many, and int64 [turns]: the row of each."""
+    given_T, row_T = batch.turn_T, batch.seq_T if seq_T is None else seq_T
+    if not given_T.numel():
+        return given_T, 0, given_T
+    # Turn ids of a row may be any integers: dense over (row, id), with a place for none before each row's.
+    id_T = given_T.clamp(min=-1) + 1
+    width = int(id_T.max()) + 1
     if width * len(batch) >= 2**62:
-        ids, id_K = torch.unique(id_K, return_inverse=True)
-        width = ids.numel()
-    key_K = row_K * width + id_K
-    # Ids rise along a row as a rule: then nothing need be sorted.
-    rising = bool((key_K[1:] >= key_K[:-1]).all())
-    keys, inverse_K = (torch.unique_consecutive if rising else torch.unique)(key_K, return_inverse=True)
-    turn_T = torch.full_like(batch.turn_T, -1)
+        ids, id_T = torch.unique(torch.cat([id_T, id_T.new_zeros(1)]), return_inverse=True)
+        id_T, width = id_T[:-1], ids.numel()
+    key_T = row_T * width + id_T
+    has_T = id_T > 0
+    most_T = key_T.cummax(0).values
+    if not bool((has_T & (key_T != most_T)).any()):  # ids rise along a row as a rule: then nothing need be sorted
+        begins_T = has_T.clone()
+        begins_T[1:] &= most_T.diff() != 0
+        turn_T = begins_T.cumsum(0) - 1
+        return torch.where(has_T, turn_T, -1), int(turn_T[-1]) + 1, row_T[begins_T]
+    keys, inverse_K = torch.unique(key_T[has_T], return_inverse=True)
+    turn_T = torch.full_like(given_T, -1)
     turn_T[has_T] = inverse_K
     return turn_T, keys.numel(), keys // width
+
+
+def per_row(mask_T: Tensor, cu_S1: Tensor) -> Tensor:
+    """int64 [S]: how many tokens of each row are in bool ``mask_T``; rows lie end to end."""
+    before_T1 = torch.zeros(mask_T.numel() + 1, dtype=torch.int64)
+    torch.cumsum(mask_T, 0, out=before_T1[1:])
+    return before_T1[cu_S1].diff()
+
+
+def per_unit(value_T: Tensor, index_T: Tensor, units: int) -> Tensor:
+    """Sum of int64 or float64 ``value_T`` over the tokens of each unit; those of index -1 are of none."""
+    table_U1 = torch.zeros(units + 1, dtype=value_T.dtype)
+    return table_U1.index_add_(0, index_T + 1, value_T)[1:]
 
 
 def _key(batch: TokenBatch, row: int, unit: str) -> str:

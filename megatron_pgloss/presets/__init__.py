@@ -89,7 +89,7 @@ PRESETS: dict[str, Preset] = {
     "dro": _row(dro, "arXiv 2405.19107", "the squared residual"),
     "kimi": _row(kimi, "arXiv 2501.12599", "the policy update"),
     "fipo": _row(fipo, "arXiv 2603.19835", "the influence weight"),
-    "real": _row(real, "arXiv 2602.05630", "the binary form"),
+    "real": _row(real, "arXiv 2602.05630", "the loss with anchor logits"),
     "opsm": _row(opsm, "arXiv 2512.02556", "off-policy sequence masking", threshold=0.1),
     "dppo_tv": _row(dppo_tv, "arXiv 2602.04879", "binary total variation"),
     "dppo_kl": _row(dppo_kl, "arXiv 2602.04879", "binary KL"),

@@ -111,9 +111,16 @@ def kimi(*, beta: float = 0.1, normalizer: str = SEQUENCE, **parts: Any) -> Loss
     return policy(DRO(beta=beta), ratio=ratio, normalizer=normalizer, **parts)
 
 
-def real(*, tau: float = 0.5, normalizer: str = SEQUENCE, **parts: Any) -> LossSpec:
-    """Rewards as labels, the binary form (REAL 2602.05630)."""
-    return policy(REAL(tau=tau), ratio="sequence", normalizer=normalizer, **parts)
+def real(
+    *, tau: float = 0.5, form: Literal["group", "binary"] = "group", normalizer: str | None = None, **parts: Any
+) -> LossSpec:
+    """Rewards as labels: the rollouts of a prompt classified against an anchor (REAL 2602.05630).
+
+    ``form="binary"``: each rollout by itself. ``normalizer`` unless given: the mean over prompts of the group's loss,
+    or over rollouts of theirs.
+    """
+    default = "mean(prompt) > sum(sequence) > mean(token)" if form == "group" else SEQUENCE
+    return policy(REAL(tau=tau, form=form), ratio="sequence", normalizer=normalizer or default, **parts)
 
 
 def dppo_tv(*, low: float = 0.2, high: float = 0.2, normalizer: str = TOKEN, **parts: Any) -> LossSpec:

@@ -29,9 +29,10 @@ class Shift:
         self._next_T = torch.arange(total).add(1).clamp(max=max(total - 1, 0))
 
     def __call__(self, stream_T: Tensor, fill: float | bool) -> Tensor:
-        """The target-aligned stream; ``fill`` where a row ends."""
+        """The target-aligned stream, [T] or [T, k]; ``fill`` where a row ends."""
         moved_T = stream_T[self._next_T]
-        return torch.where(self.predicts_T, moved_T, torch.full_like(moved_T, fill))
+        predicts_T = self.predicts_T if stream_T.dim() == 1 else self.predicts_T[:, None]
+        return torch.where(predicts_T, moved_T, torch.full_like(moved_T, fill))
 
 
 def turns(action_T: Tensor, lengths_S: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ _STREAM_DICTS = ("streams", "weights", "masks", "labels")
 _ROW_TUPLES = ("prompt_ids", "episode_ids", "sample_ids", "terminations")
 STREAMS = ("advantages", "old", "rollout", "ref", "values", "returns")
 """Optional float streams; ``temperature`` is kept beside them because it shapes the log-probs."""
+OFF: dict[str, float] = {"kept": -1, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""Streams that say what the sampler could draw from, with the value that says: from the whole vocabulary."""
 
 
 class UpdateRecord:
@@ -59,7 +61,9 @@ class TokenBatch:
     turn_T: Tensor
     """int64 [T]: turn of the target, -1 before the first policy turn."""
     streams: dict[str, Tensor] = field(default_factory=dict)
-    """float [T] each, names of `STREAMS`, ``temperature``, and the user's own; constants."""
+    """float [T] each, names of `STREAMS`, ``temperature``, and the user's own; constants. Wide ones are [T, k]: int64
+    token ids with -1 where a token has fewer than k, and floats beside them; ``kept`` (the sampler's kept set) is one,
+    and ``top_k`` (int64 [T]), ``top_p``, ``min_p`` go with it."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """float [T] per component name: the user's weights."""
     masks: dict[str, Tensor] = field(default_factory=dict)
@@ -209,11 +213,20 @@ def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch | None:
                 names = [name for name in names if all(name in value for value in values)]
             for name in names:
                 _all_or_none(f"{item.name} {name!r}", [name in value for value in values])
-            changes[item.name] = {name: torch.cat([value[name] for value in values]) for name in names}
+            changes[item.name] = {name: _joined([value[name] for value in values]) for name in names}
         elif item.name in _ROW_TUPLES:
             _all_or_none(item.name, [value is not None for value in values])
             changes[item.name] = None if values[0] is None else sum(values, ())
     return replace(batches[0], **changes)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The parts end to end; wide ones filled up to the widest, ids with -1."""
+    if parts[0].dim() > 1:
+        width = max(part.size(1) for part in parts)
+        fill = 0 if parts[0].is_floating_point() else -1
+        parts = [torch.nn.functional.pad(part, (0, width - part.size(1)), value=fill) for part in parts]
+    return torch.cat(parts)
 
 
 def _reworded(batch: TokenBatch, words: tuple[str, ...]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_pgloss.errors import DataError, PGLossError
 from megatron_pgloss.rollouts import checks
 from megatron_pgloss.rollouts.align import Shift, turns
-from megatron_pgloss.rollouts.batch import Id, TokenBatch, UpdateRecord
+from megatron_pgloss.rollouts.batch import OFF, Id, TokenBatch, UpdateRecord
 from megatron_pgloss.rollouts.states import Termination
 
 _FLOATS = {
@@ -24,7 +24,9 @@ _FLOATS = {
     "returns": "returns",
     "temperature": "temperature",
 }
-_TAKEN = ("tokens", "targets", "turn", "action", "recorded", "interpolation", *_FLOATS.values(), "advantage")
+_TAKEN = (
+    "tokens", "targets", "turn", "action", "recorded", "interpolation", *_FLOATS.values(), "advantage", *OFF,
+)  # fmt: skip
 """Names that a stream of the user's own cannot have."""
 
 
@@ -48,7 +50,14 @@ def from_padded(
         observation_mask: bool [B, L]: answers of the environment, targets of cross entropy.
         turn_ids: int64 [B, L], -1 for none; default: derived from ``action_mask``.
         values, returns: float32/64 [B, L]: the value head's old output and its target, for `Value`.
-        streams: name to float32/64 [B, L]: constants of the user's own, read as ``x.stream(name)`` and as bounds.
+        streams: name to float32/64 [B, L]: constants of the user's own, read as ``x.stream(name)`` and as bounds. Or
+            several numbers a token, [B, L, k]: int64 token ids, -1 where a token has fewer than k, or float32/64 beside
+            them, read where the ids are (a teacher's top-k log-probs).
+        kept_sets: int64 [B, L, k], -1 where a token has fewer than k: the ids that the sampler could draw from; a token
+            without any was drawn from the whole vocabulary. Read where the policy sampled, by ``LossSpec(kept=...)``,
+            as are
+        top_k, top_p, min_p: a number, [B] or [B, L]: the sampler's own, from which sets are recomputed; 0 (or -1), 1
+            and 0 where off.
         weights: component name to float [B, L].
         masks: name to bool [B, L].
         temperature: float, [B] or [B, L], the sampler's; > 0 where the policy sampled.
@@ -114,7 +123,7 @@ class _Take:
         self.index_T, self.shape, self.lengths_S = index_T, shape, lengths_S
         self.rows = lengths_S.numel()
 
-    def __call__(self, name: str, value: Tensor, per_row: bool = False) -> Tensor:
+    def __call__(self, name: str, value: Tensor, per_row: bool = False, wide: bool = False) -> Tensor:
         if not isinstance(value, Tensor):
             raise DataError(f"{name} is not a tensor", expected="a torch.Tensor", got=type(value).__name__)
         value = value.detach()
@@ -128,8 +137,11 @@ class _Take:
                     fix="leave out rows of length 0, which are padding",
                 )
             return torch.repeat_interleave(value, self.lengths_S)
+        if wide and value.dim() == len(self.shape) + 1 and tuple(value.shape[:-1]) == self.shape:
+            return value.reshape(-1, value.size(-1))[self.index_T]
         if tuple(value.shape) != self.shape:
             options = f"{list(self.shape)}" + (f" or [{self.rows}]" if per_row else "")
+            options += f" or {[*self.shape, 'k']}" if wide else ""
             raise DataError(f"{name} has the wrong shape", expected=options, got=list(value.shape))
         return value.reshape(-1)[self.index_T]
 
@@ -180,11 +192,12 @@ def _assemble(
         flat_T = take(argument, value, per_row=argument in ("advantages", "temperature"))
         # Temperature at a row's end scores nothing; 1 keeps the logits as they are.
         streams[name] = shift(checks.floating(argument, flat_T, low), 1.0 if name == "temperature" else 0.0)
-    own = _named(take, more.pop("streams", None), "streams", checks.floating)
+    own = _named(take, more.pop("streams", None), "streams", checks.own_stream, wide=True)
     for name, stream_T in own.items():
         if name in _TAKEN or not name.isidentifier():
             raise DataError(f"streams: {name!r} is no name for a stream of your own", expected="another identifier")
-        streams[name] = shift(stream_T, 0.0)
+        streams[name] = shift(stream_T, 0.0 if stream_T.is_floating_point() else -1)
+    streams |= {name: shift(stream_T, OFF[name]) for name, stream_T in checks.sampler(take, more).items()}
     weights = _named(take, more.pop("weights", None), "weights", checks.floating)
     masks = _named(take, more.pop("masks", None), "masks", checks.boolean)
     versions = more.pop("versions", None)
@@ -240,11 +253,13 @@ def _observations(take: _Take, mask: Tensor | None, action_T: Tensor) -> Tensor:
     return observation_T
 
 
-def _named(take: _Take, given: Mapping[str, Tensor] | None, argument: str, check: Any) -> dict[str, Tensor]:
+def _named(
+    take: _Take, given: Mapping[str, Tensor] | None, argument: str, check: Any, wide: bool = False
+) -> dict[str, Tensor]:
     if given is not None and not isinstance(given, Mapping):
         raise DataError(f"{argument} must name its tensors", expected="{name: tensor}", got=type(given).__name__)
     return {
-        name: check(f"{argument}[{name!r}]", take(f"{argument}[{name!r}]", value))
+        name: check(f"{argument}[{name!r}]", take(f"{argument}[{name!r}]", value, wide=wide))
         for name, value in (given or {}).items()
     }
 

@@ -29,6 +29,10 @@ _ARGUMENTS = (
     "values",
     "returns",
     "streams",
+    "kept_sets",
+    "top_k",
+    "top_p",
+    "min_p",
     "weights",
     "masks",
     "temperature",
@@ -122,6 +126,38 @@ def floating(name: str, value: Tensor, low: Sequence[str] = ()) -> Tensor:
         got=value.dtype,
         fix=f"keep it in float32 where it is made, or allow_low_precision=({name!r},)",
     )
+
+
+def ids(name: str, value: Tensor) -> Tensor:
+    """int64 [T, k] of token ids, -1 where a token has fewer than k."""
+    if value.dim() != 2:
+        raise DataError(f"{name} has one number a token", expected="int64 [..., k]", got=value.dtype)
+    found = whole(name, value)
+    if found.numel() and int(found.min()) < -1:
+        raise DataError(f"{name} holds a negative id", expected="0 or more, or -1 for none", got=int(found.min()))
+    return found
+
+
+def own_stream(name: str, value: Tensor) -> Tensor:
+    """A stream of the user's own: floats, or several ids a token."""
+    return ids(name, value) if value.dim() == 2 and not value.is_floating_point() else floating(name, value)
+
+
+def sampler(take: Any, more: dict[str, Any]) -> dict[str, Tensor]:
+    """What the sampler could draw from, in token order: recorded ids, or the numbers to recompute them with."""
+    found: dict[str, Tensor] = {}
+    kept = more.pop("kept_sets", None)
+    if kept is not None:
+        found["kept"] = ids("kept_sets", take("kept_sets", kept, wide=True))
+    for name in ("top_k", "top_p", "min_p"):
+        value = more.pop(name, None)
+        if value is None:
+            continue
+        if not isinstance(value, Tensor):
+            value = torch.full((take.rows,), value if name == "top_k" else float(value))
+        flat_T = take(name, value, per_row=True)
+        found[name] = whole(name, flat_T) if name == "top_k" else floating(name, flat_T)
+    return found
 
 
 def unknown_argument(name: str) -> DataError:

@@ -30,6 +30,9 @@ class Span:
     """For policy spans: the sampler's own log-prob of every token."""
     version: int | Sequence[int] | None = None
     """For policy spans: version of the weights that sampled it, or of each token where they changed on the way."""
+    kept_sets: Sequence[Sequence[int]] | None = None
+    """For policy spans: of every token, the ids that the sampler could draw from (what top-k, top-p or a grammar left);
+    an empty one means the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,10 @@ class Sampler:
     """How the policy's tokens were drawn."""
 
     temperature: float = 1.0
+    top_k: int = 0
+    """0 or less: off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
     logprobs: Literal["processed", "raw"] = "processed"
     """Whether reported log-probs are of the distribution drawn from, or of the raw logits."""
 
@@ -67,7 +74,8 @@ def from_traces(traces: Sequence[Trace], *, roles: RoleTable | None = None) -> T
         roles: the spec's role table.
 
     Raises:
-        DataError: log-probs missing in places, of the wrong length, or raw while a temperature was active.
+        DataError: log-probs missing in places, of the wrong length, or raw while a temperature, top-k, top-p, min-p or
+            a recorded set was active.
     """
     some = torch.zeros(1, dtype=torch.int64)
     return _deferred(lambda: _build(list(traces), roles or RoleTable()), some, "from_traces")
@@ -98,6 +106,7 @@ def _build(traces: list[Trace], roles: RoleTable) -> TokenBatch:
         "observation_set": observation_T,
         "weights": None if roles.ce is None else {"ce": spread(weight).float()},
         "temperature": torch.tensor([float(trace.sampler.temperature) for trace in traces]),
+        **_processors(traces, spans),
         "prompt_ids": _all_or_none([trace.prompt_id for trace in traces], "prompt_id"),
         "episode_ids": _all_or_none([trace.episode_id for trace in traces], "episode_id"),
         "sample_ids": _all_or_none([trace.sample_id for trace in traces], "sample_id"),
@@ -143,11 +152,12 @@ def _logprobs(traces: list[Trace], spans: list[Span]) -> Tensor | None:
     if not all(given):
         raise DataError("some policy spans have log-probs and some have none", expected="all or none")
     for trace in traces:
-        if trace.sampler.logprobs == "raw" and trace.sampler.temperature != 1.0:
+        active = _active(trace)
+        if trace.sampler.logprobs == "raw" and active:
             raise DataError(
-                "the sampler reports raw log-probs while a temperature was active",
+                f"the sampler reports raw log-probs while a {active.split('=')[0]} was active",
                 expected="logprobs='processed'",
-                got=f"temperature={trace.sampler.temperature}",
+                got=active,
                 where=f"trace {trace.sample_id!r}",
                 fix="ask the engine for processed log-probs",
             )
@@ -163,6 +173,49 @@ def _logprobs(traces: list[Trace], spans: list[Span]) -> Tensor | None:
         # Nobody sampled the other authors' tokens; NaN makes a wrong reader visible.
         values.extend(span.logprobs if span.logprobs is not None else [float("nan")] * len(span.tokens))
     return torch.tensor(values, dtype=torch.float32)
+
+
+def _active(trace: Trace) -> str:
+    """The first processor that made the distribution drawn from another than the raw one; empty for none."""
+    sampler = trace.sampler
+    found = {
+        f"temperature={sampler.temperature}": sampler.temperature != 1.0,
+        f"top_k={sampler.top_k}": sampler.top_k > 0,
+        f"top_p={sampler.top_p}": sampler.top_p != 1.0,
+        f"min_p={sampler.min_p}": sampler.min_p != 0.0,
+        "kept set=recorded": any(ids for span in trace.spans for ids in span.kept_sets or ()),
+    }
+    return next((name for name, active in found.items() if active), "")
+
+
+def _processors(traces: list[Trace], spans: list[Span]) -> dict[str, Tensor]:
+    """What the samplers could draw from: recorded sets, and the numbers of those that had any."""
+    samplers = [trace.sampler for trace in traces]
+    found: dict[str, Tensor] = {}
+    if any(sampler.top_k > 0 for sampler in samplers):
+        found["top_k"] = torch.tensor([sampler.top_k for sampler in samplers])
+    if any(sampler.top_p != 1.0 for sampler in samplers):
+        found["top_p"] = torch.tensor([float(sampler.top_p) for sampler in samplers])
+    if any(sampler.min_p != 0.0 for sampler in samplers):
+        found["min_p"] = torch.tensor([float(sampler.min_p) for sampler in samplers])
+    if any(span.kept_sets is not None for span in spans):
+        found["kept_sets"] = _ids(spans)
+    return found
+
+
+def _ids(spans: list[Span]) -> Tensor:
+    """int64 [T, k], -1 for none."""
+    rows: list[Sequence[int]] = []
+    for span in spans:
+        given = span.kept_sets if span.kept_sets is not None else [()] * len(span.tokens)
+        if len(given) != len(span.tokens):
+            raise DataError(
+                "a span has another number of kept sets than tokens", expected=len(span.tokens), got=len(given),
+                where=f"span of role {span.role!r}",
+            )  # fmt: skip
+        rows.extend(given)
+    wide = max((len(row) for row in rows), default=0)
+    return torch.tensor([[*row, *[-1] * (wide - len(row))] for row in rows], dtype=torch.int64).reshape(len(rows), wide)
 
 
 def _versions(spans: list[Span]) -> Tensor | None:

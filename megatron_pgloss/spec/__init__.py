@@ -8,6 +8,7 @@ from megatron_pgloss.spec.components import (
     Entropy,
     PolicyGradient,
     Term,
+    TopKDistill,
     Value,
 )
 from megatron_pgloss.spec.corrections import (
@@ -31,6 +32,7 @@ from megatron_pgloss.spec.gates import (
     SequenceGate,
     TVGate,
 )
+from megatron_pgloss.spec.kept import KeptSet
 from megatron_pgloss.spec.loss_spec import LossSpec
 from megatron_pgloss.spec.normalizer import ALIASES, UNITS, Level, Path, Unit, parse
 from megatron_pgloss.spec.ratios import CustomRatio, Ratio
@@ -92,6 +94,7 @@ __all__ = [
     "IcePop",
     "KLGate",
     "KeepPositiveAdvantage",
+    "KeptSet",
     "Level",
     "LossSpec",
     "Mask",
@@ -109,6 +112,7 @@ __all__ = [
     "Surrogate",
     "TVGate",
     "Term",
+    "TopKDistill",
     "TruncatedIS",
     "Unclipped",
     "Unit",

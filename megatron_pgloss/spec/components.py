@@ -8,11 +8,12 @@ from pydantic import Field, field_validator, model_validator
 
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec.base import Part
-from megatron_pgloss.spec.functions import Function
+from megatron_pgloss.spec.functions import Function, StreamName
 from megatron_pgloss.spec.normalizer import Path, parse
 from megatron_pgloss.spec.ratios import SHORT, CustomRatio, Ratio, canonical
-from megatron_pgloss.spec.surrogates import TOKEN_RATIO_ONLY, AnySurrogate, Clip
+from megatron_pgloss.spec.surrogates import REAL, TOKEN_RATIO_ONLY, AnySurrogate, Clip
 
+_WHOLE = ("mean", "sum")
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$", max_length=32)]
 
@@ -79,7 +80,20 @@ class PolicyGradient(Component):
             name = type(self.surrogate).__name__
             raise SpecError(f"{name} forms its own statistic of token ratios", got=f"ratio={self.ratio!r}",
                             fix="ratio='token'")  # fmt: skip
+        if self.by_group:
+            if not isinstance(self.axis, Ratio) or self.axis.level != "sequence" or self.axis.statistic not in _WHOLE:
+                raise SpecError("REAL(form='group') takes one log-ratio of each sequence", got=f"ratio={self.ratio!r}",
+                                expected="a mean or sum over the sequence", fix="ratio='sequence'")  # fmt: skip
+            if self.path.units != ("prompt", "sequence", "token") or self.path.levels[-1].operation != "mean":
+                raise SpecError("REAL(form='group') weighs all sequences of a prompt alike", got=self.normalizer,
+                                expected="prompt > sequence > mean(token)",
+                                fix="'mean(prompt) > sum(sequence) > mean(token)'")  # fmt: skip
         return self
+
+    @property
+    def by_group(self) -> bool:
+        """Whether its surrogate reads all sequences of a prompt at once, which a statistics pass brings together."""
+        return isinstance(self.surrogate, REAL) and self.surrogate.form == "group"
 
     @property
     def axis(self) -> Ratio | CustomRatio | None:
@@ -160,6 +174,48 @@ class CrossEntropy(Component):
         return "observation"
 
 
+class TopKDistill(Component):
+    """Divergence from a teacher that gave its log-probs at k ids of every token: its top-k, as a rule.
+
+    q are the teacher's and p the policy's probabilities on these ids K, Q and P their sums. ``forward`` with
+    ``tail="drop"`` is ``sum_K q (log q - log p)`` (verl's forward_kl_topk): the tail adds nothing, and the least value
+    draws all of the policy's mass into K. ``tail="renormalize"`` takes q/Q and p/P in their place (NeMo-RL) and says
+    nothing on P. ``reverse`` is ``sum_K (p/P) (log p/P - log q/Q)``; unless renormalised, it would reward leaving K.
+
+    The teacher's numbers are two streams of the batch, ``streams={"teacher_ids": int64 [B, L, k] (-1 where a token has
+    fewer), "teacher_logprobs": float [B, L, k]}``; the policy's come from ``token_logprobs(..., chosen_ids=
+    micro.wide(spec.chosen))``. A token without ids gives 0. Teacher and policy stand under the same temperature.
+    """
+
+    kind: Literal["topk_distill"] = "topk_distill"
+    name: Name = "distill"
+    direction: Literal["forward", "reverse"] = "forward"
+    tail: Literal["drop", "renormalize"] = "drop"
+    """What becomes of the probability outside the k ids."""
+    ids: StreamName = "teacher_ids"
+    logprobs: StreamName = "teacher_logprobs"
+    on: Literal["action", "observation"] = "action"
+
+    @model_validator(mode="after")
+    def _proper(self) -> TopKDistill:
+        if self.direction == "reverse" and self.tail == "drop":
+            raise SpecError(
+                "TopKDistill(direction='reverse', tail='drop') is least where the policy leaves the teacher's ids",
+                expected="tail='renormalize', or direction='forward'",
+            )
+        return self
+
+    @property
+    def over(self) -> Literal["action", "observation"]:
+        """As chosen by ``on``."""
+        return self.on
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The teacher's two streams, and the policy's log-probs at its ids."""
+        return (self.ids, self.logprobs, "chosen")
+
+
 class Value(Component):
     """Clipped value loss ``l = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2`` (PPO 1707.06347 eq. 9;
     the clip as in OpenAI baselines' PPO2); without ``clip``: ``(V - R)^2 / 2``.
@@ -208,5 +264,7 @@ class Term(Component, Function):
         return tuple("advantages" if name == "advantage" else name for name in self.needs)
 
 
-AnyComponent = Annotated[PolicyGradient | KL | Entropy | CrossEntropy | Value | Term, Field(discriminator="kind")]
-COMPONENT_KINDS = ["policy_gradient", "kl", "entropy", "cross_entropy", "value", "term"]
+AnyComponent = Annotated[
+    PolicyGradient | KL | Entropy | CrossEntropy | TopKDistill | Value | Term, Field(discriminator="kind")
+]
+COMPONENT_KINDS = ["policy_gradient", "kl", "entropy", "cross_entropy", "topk_distill", "value", "term"]

@@ -23,6 +23,8 @@ def equation(spec: LossSpec) -> str:
         lines.append(f"  {part.name} = [{part.normalizer}{counted}{every}{weights}{kept}] of {term}")
     for mask in spec.masks:
         lines.append(f"  mask: {mask.reason} on {_on(mask.on, everything=isinstance(mask, UserMask))}")
+    if spec.kept is not None:
+        lines.append(f"  kept: {spec.kept.formula}")
     for rule in spec.corrections:
         on = ("rl",) if rule.on is None and rule.weighs else rule.on
         lines.append(f"  correction: {rule.formula} on {_on(on)}")

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_pgloss.spec.components import KL, Component, CrossEntropy, Entropy, PolicyGradient, Term, Value
+from megatron_pgloss.spec.components import (
+    KL,
+    Component,
+    CrossEntropy,
+    Entropy,
+    PolicyGradient,
+    Term,
+    TopKDistill,
+    Value,
+)
 from megatron_pgloss.spec.functions import Function
 from megatron_pgloss.spec.gates import (
     CovarianceGate,
@@ -52,6 +61,10 @@ def component(part: Component, old: str) -> Text:
         return "-H(pi)", ()
     if isinstance(part, CrossEntropy):
         return "-log pi on observations", ()
+    if isinstance(part, TopKDistill):
+        p, q = ("pi_v", "q_v") if part.tail == "drop" else ("pi_v/pi_K", "q_v/q_K")
+        first, second = (q, p) if part.direction == "forward" else (p, q)
+        return f"sum_{{v in K}} {first} (log {first} - log {second})", (f"K = {part.ids}, log q_v = {part.logprobs}",)
     if isinstance(part, Value):
         if part.clip is None:
             return "(V - R)^2 / 2", ()
@@ -160,7 +173,10 @@ def _surrogate(part: Any) -> Text:
             safe = () if part.safe_ratio is None else (f"f in [0.8, 1] where A < 0 and r > {part.safe_ratio:g}",)
             return f"sg(f) ({_clipped(part.low, part.high, None, part.delta)})", (sums, half, *safe)
         case REAL():
-            return f"softplus(-sign(A) d / {part.tau:g})", ()
+            if part.form == "binary":
+                return f"softplus(-sign(A) d / {part.tau:g})", ()
+            share = "n = sequences of the prompt with this sign of A, each d_j one of them"
+            return f"log(1 + sum_j exp(-sign(A) d_j / {part.tau:g})) / n", (share,)
         case Distill():
             return "-sg(log ref - log pi) r", ()
         case NLL():

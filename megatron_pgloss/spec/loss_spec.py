@@ -13,10 +13,11 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec import toml
 from megatron_pgloss.spec.base import Part, nearest
-from megatron_pgloss.spec.components import COMPONENT_KINDS, AnyComponent, Component, PolicyGradient
+from megatron_pgloss.spec.components import COMPONENT_KINDS, AnyComponent, Component, PolicyGradient, TopKDistill
 from megatron_pgloss.spec.corrections import CORRECTION_KINDS, Correction, Staleness
 from megatron_pgloss.spec.functions import Function
 from megatron_pgloss.spec.gates import GATE_KINDS, AnyGate
+from megatron_pgloss.spec.kept import KeptSet
 from megatron_pgloss.spec.reads import BASE, by_token, readers, reads_computed, streams_of
 from megatron_pgloss.spec.rules import DropZeroAdvantage, Mask, RoleTable, acts_on
 
@@ -41,6 +42,8 @@ class LossSpec(Part):
     corrections: tuple[Correction, ...] = ()
     gates: tuple[AnyGate, ...] = ()
     masks: tuple[Mask, ...] = ()
+    kept: KeptSet | None = None
+    """The policy's tokens scored on the sets that the sampler drew from; None: on the whole vocabulary."""
     roles: RoleTable = RoleTable()
     empty_sequences: Literal["refuse", "exclude"] = "refuse"
     """A sequence that has no member of any component before rules: an error that names it, or left out and reported."""
@@ -95,9 +98,32 @@ class LossSpec(Part):
         for component in self.components:
             if component.count == "observations" and component.over != "observation":
                 raise SpecError(f"{component.name} counts observations but runs over actions", fix='count="members"')
+        teachers = {part.ids for part in self.components if isinstance(part, TopKDistill)}
+        if len(teachers) > 1:
+            raise SpecError("the log-prob pass takes the ids of one teacher", got=", ".join(sorted(teachers)))
         for rule in self.corrections:
             self._check_correction(rule)
+        self._check_kept()
         return self
+
+    def _check_kept(self) -> None:
+        if self.kept is None:
+            return
+        if self.needs_exact_kl:
+            raise SpecError(
+                "the exact KL on kept sets: it is infinite where the reference's set lacks a token of the policy's",
+                fix="KL(estimator='k3') of log-probs on the sets",
+            )
+        if self.chosen is not None:
+            raise SpecError("a teacher's top-k on kept sets: its tokens may lie outside of them", fix="kept=None")
+        late = self.kept.source == "recomputed" and self.kept.outside == "drop"
+        for part in self.components:
+            if late and part.rejected == "kept" and part.over == "action":
+                raise SpecError(
+                    f"{part.name}: rejected='kept', but what lies outside recomputed sets is known in the loss alone",
+                    expected="rejected='original'",
+                    fix="KeptSet(outside='refuse') or 'add', or recorded sets",
+                )
 
     def _check_correction(self, rule: Correction) -> None:
         of, name = getattr(rule, "of", None), type(rule).__name__
@@ -125,6 +151,13 @@ class LossSpec(Part):
         return reads_computed(self, "kl")
 
     @property
+    def chosen(self) -> str | None:
+        """Name of the stream of ids at which a component reads the policy's log-probs, or None:
+        ``token_logprobs(..., chosen_ids=micro.wide(spec.chosen))``.
+        """
+        return next((part.ids for part in self.components if isinstance(part, TopKDistill)), None)
+
+    @property
     def by_token(self) -> bool:
         """Whether the loss at a token depends on the model through that token's own log-prob and entropy alone."""
         return by_token(self)
@@ -132,8 +165,11 @@ class LossSpec(Part):
     @property
     def needs_statistics(self) -> bool:
         """Whether something is decided over the whole step, by a statistics pass: a gate that says so, the mean of the
-        policy's own weights, or what gates and late corrections leave in denominators (``rejected="kept"``).
+        policy's own weights, a surrogate of a whole group, or what gates and late corrections leave in denominators
+        (``rejected="kept"``).
         """
+        if any(isinstance(part, PolicyGradient) and part.by_group for part in self.components):
+            return True
         late = [rule for rule in self.corrections if self.is_late(rule)]
         if any(gate.needs_statistics for gate in self.gates) or any(getattr(rule, "normalize", False) for rule in late):
             return True

@@ -13,7 +13,8 @@ With d_t = log pi_t - log old_t (bounded by ``log_ratio_bound``), a ratio is ``r
 | ``prefix_min`` | d_t + min of d before t (MinPRO 2601.22718) | of log pi_t, the rest held fixed |
 
 Unit statistics run over the unit's action tokens as sampled, whatever masks and gates say; ``over="members"`` takes
-those that the component trains on. Every s is bounded by ``log_ratio_bound`` before exp.
+those that the component trains on. Every s is bounded by ``log_ratio_bound`` before exp. ``prefix_min`` is
+written from MinPRO's abstract; its equation was not at hand.
 """
 
 from __future__ import annotations

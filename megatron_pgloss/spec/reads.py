@@ -18,7 +18,7 @@ BASE: dict[str, str | None] = {
     "given": "old", "policy": None, "record": None, "rollout": "rollout", "interpolate": "rollout",
 }  # fmt: skip
 """Source of ``old`` to the batch's stream it is made from."""
-COMPUTED = ("entropy", "kl")
+COMPUTED = ("entropy", "kl", "chosen")
 """Read from the log-prob pass, not from the batch."""
 
 
@@ -94,7 +94,7 @@ def by_token(spec: LossSpec) -> bool:
 
 
 def _by_token(spec: LossSpec, part: Component) -> bool:
-    if isinstance(part, Value) or "kl" in part.reads:
+    if isinstance(part, Value) or "kl" in part.reads or "chosen" in part.reads:
         return False
     if isinstance(part, PolicyGradient):
         own = part.ratio == "none" or (isinstance(part.axis, Ratio) and part.axis.level == "token")

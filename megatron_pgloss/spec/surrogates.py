@@ -101,7 +101,8 @@ class CISPO(_Surrogate):
 
 class TOPR(_Surrogate):
     """Tapered off-policy REINFORCE: ``l = -sg(clip(r, a, b)) A log pi`` with bounds of its own for each sign of A
-    (2503.14286). By default positives weigh 1, negatives ``min(r, 1)``.
+    (2503.14286, its update rule: 1 where the reward is not negative, else pi/mu of the whole answer held to [0, 1]). By
+    default positives weigh 1, negatives ``min(r, 1)``.
     """
 
     kind: Literal["topr"] = "topr"
@@ -177,14 +178,22 @@ class FIPO(_Surrogate):
 
 
 class REAL(_Surrogate):
-    """Rewards as labels: ``l = softplus(-sign(A) s / tau)`` (2602.05630, its binary form), s the mean log-ratio of the
-    sequence (``ratio="sequence"``), the sign of A the label; A = 0 has none and gives 0.
+    """Rewards as labels (2602.05630), s the mean log-ratio of the sequence (``ratio="sequence"``), the sign of A its
+    label; A = 0 has none and gives 0.
 
-    A term per sequence, the same at each of its tokens: it goes with ``mean(sequence) > mean(token)``.
+    ``form="binary"``: ``l = softplus(-sign(A) s / tau)`` (its cross-entropy form), a term per sequence, the same at
+    each of its tokens: it goes with ``mean(sequence) > mean(token)``.
+
+    ``form="group"`` classifies the sequences of a prompt against an anchor of logit 0:
+    ``L = log(1 + sum_{A > 0} exp(-s / tau)) + log(1 + sum_{A < 0} exp(s / tau))``. A sequence has an even share of its
+    logarithm's value and the slope of L by its own s, so that ``mean(prompt) > sum(sequence) > mean(token)`` gives the
+    mean of L over prompts; weights and gates act on both alike. The group is that of the whole step: it takes a
+    statistics pass. A sequence's label is the sign of its mean advantage over the tokens trained.
     """
 
     kind: Literal["real"] = "real"
     tau: Positive = 0.5
+    form: Literal["binary", "group"] = "binary"
 
 
 class Distill(_Surrogate):

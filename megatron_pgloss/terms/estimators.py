@@ -6,14 +6,16 @@ E[k3] = KL(pi || base).
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
 
 def bounded(log_ratio_T: Tensor, bound: float) -> Tensor:
-    """``clip(d, -bound, bound)``; gradient exactly 0 beyond, so that exp stays finite and clipped tokens do not
-    pull.
+    """``clip(d, -bound, bound)``; gradient exactly 0 at the bound and beyond, so that exp stays finite and clipped
+    tokens do not pull.
     """
-    return log_ratio_T.clamp(-bound, bound)
+    # The same as clamp, but its backward is vectorised on a CPU.
+    return F.hardtanh(log_ratio_T, -bound, bound)
 
 
 def k1(d_T: Tensor) -> Tensor:

@@ -8,8 +8,17 @@ from typing import Any
 import torch
 
 from megatron_pgloss.rollouts import TokenBatch
-from megatron_pgloss.spec import LossSpec
-from megatron_pgloss.verify.rows import VOCAB, WIDTH, Row, attach_streams, make_rows, tail_rows
+from megatron_pgloss.spec import KeptSet, LossSpec
+from megatron_pgloss.verify.rows import (
+    VOCAB,
+    WIDTH,
+    Row,
+    attach_kept,
+    attach_streams,
+    attach_teacher,
+    make_rows,
+    tail_rows,
+)
 
 _STREAMS = ("old", "rollout", "ref", "advantages")
 
@@ -35,6 +44,8 @@ def rows_of_step(seed: int = 0, model_fn: Any = None, *, tail: bool = False, **m
                 for row in rows
             ]
         attach_streams(rows, scored, seed, scale=0.4 if tail else 0.25)
+    attach_teacher(rows, seed, more.get("vocab", VOCAB))
+    attach_kept(rows, seed, more.get("vocab", VOCAB))
     # A name that does not depend on who holds the row.
     return [row | {"name": f"r{i}"} for i, row in enumerate(rows)]
 
@@ -48,18 +59,25 @@ def rounded(rows: Sequence[Row], dtype: torch.dtype) -> list[Row]:
     return [
         row
         | {name: cast(row[name]) for name in (*_STREAMS, "temperature")}
+        | {"wide": row["wide"] | {"teacher_logprobs": cast(row["wide"]["teacher_logprobs"])}}
+        | {"sampler": row["sampler"] | {name: cast(row["sampler"][name]) for name in ("top_p", "min_p")}}
         | {"weights": {name: cast(values) for name, values in row["weights"].items()}}
         for row in rows
     ]
 
 
-def batch_of(rows: Sequence[Row], weights: Sequence[str] = (), dtype: torch.dtype = torch.float64) -> TokenBatch:
+def batch_of(
+    rows: Sequence[Row], weights: Sequence[str] = (), dtype: torch.dtype = torch.float64, teacher: bool = False,
+    kept: KeptSet | None = None,
+) -> TokenBatch:  # fmt: skip
     """The rows as a user would hand them over, packed, in token order.
 
     Args:
         rows: at least one.
         weights: components whose user weights go along.
         dtype: of the float streams.
+        teacher: hand over a teacher's ids and log-probs too.
+        kept: hand over what the sampler could draw from, as this rule reads it.
     """
 
     def flat(name: str) -> torch.Tensor:
@@ -68,6 +86,16 @@ def batch_of(rows: Sequence[Row], weights: Sequence[str] = (), dtype: torch.dtyp
     def flags(name: str) -> torch.Tensor:
         return torch.tensor([bool(value) for row in rows for value in row[name]])
 
+    taught = {}
+    for name, kind in (("teacher_ids", torch.int64), ("teacher_logprobs", dtype)) if teacher else ():
+        taught[name] = torch.tensor([value for row in rows for value in row["wide"][name]], dtype=kind)
+    sets: dict[str, torch.Tensor] = {}
+    if kept is not None and kept.source == "recorded":
+        sets = {"kept_sets": torch.tensor([ids for row in rows for ids in row["wide"]["kept"]])}
+    elif kept is not None:
+        for name in ("top_k", "top_p", "min_p"):
+            values = [value for row in rows for value in row["sampler"][name]]
+            sets[name] = torch.tensor(values, dtype=torch.int64 if name == "top_k" else dtype)
     heat = None if rows[0].get("temperature") is None else flat("temperature")
     return TokenBatch.from_packed(
         tokens=torch.tensor([token for row in rows for token in row["tokens"]]),
@@ -83,11 +111,13 @@ def batch_of(rows: Sequence[Row], weights: Sequence[str] = (), dtype: torch.dtyp
         episode_ids=[row["episode"] for row in rows],
         sample_ids=[row["name"] for row in rows],
         terminations=[row["termination"] for row in rows],
+        streams=taught,
         masks={"keep": torch.tensor([value for row in rows for value in row["masks"]["keep"]])},
         weights={
             name: torch.tensor([value for row in rows for value in row["weights"][name]], dtype=dtype)
             for name in weights
         },
+        **sets,
     )
 
 
@@ -127,4 +157,4 @@ def batches_of(layout: Any, where: Any, spec: LossSpec, rows: Sequence[Row], dty
     """
     mine = share(rows, where.dp_rank, where.dp, layout.empty_rank, alone=layout.alone, shuffle=layout.shuffle)
     weights = [name for name in rows[0]["weights"] if name in spec.names]
-    return [batch_of(mine, weights, dtype or torch.float64)] if mine else []
+    return [batch_of(mine, weights, dtype or torch.float64, spec.chosen is not None, spec.kept)] if mine else []

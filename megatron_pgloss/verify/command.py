@@ -21,7 +21,7 @@ from megatron_pgloss.verify.judge import PRECISIONS, Judge
 from megatron_pgloss.verify.launch import Launch
 from megatron_pgloss.verify.layout import EXPERTS, Layout
 from megatron_pgloss.verify.layouts import every_layout
-from megatron_pgloss.verify.outcome import Outcome
+from megatron_pgloss.verify.outcome import Bounds, Outcome
 from megatron_pgloss.verify.specs import SPECS, without_edges
 from megatron_pgloss.verify.table import as_json, lines, show, versions
 from megatron_pgloss.verify.visit import visit
@@ -60,6 +60,7 @@ def command(args: argparse.Namespace) -> int:
     launch = Launch(args.device)
     wanted = chosen_layouts(args, launch.size, name)
     layouts = [layout for layout in wanted if (layout.world or 1) <= launch.size]
+    layouts.sort(key=lambda layout: -(layout.world or launch.size))
     left_out = [layout for layout in wanted if layout not in layouts]
     if not layouts:
         raise LayoutError(
@@ -68,8 +69,15 @@ def command(args: argparse.Namespace) -> int:
         )  # fmt: skip
     hush()
     started = time.monotonic()
-    with _Progress(len(layouts), launch.rank) as report:
-        outcomes = tour(launch, layouts, judge, report)
+    outcomes: list[Outcome] = []
+    with _Progress(len(layouts), launch.rank) as report, launch.last_words() as ended:
+        tour(launch, layouts, judge, report, outcomes)
+    not_visited: list[Layout] = []
+    if ended.text:
+        rest = [layout for layout in layouts if all(one.layout is not layout for one in outcomes)]
+        broken, *not_visited = rest or layouts[-1:]
+        none = Bounds(loss=0, gradient=0, norm=0, metric=0)
+        outcomes.append(Outcome(layout=broken, spec="one of the specs", bounds=none, error=f"error: {ended.text}"))
     table = lines(outcomes)
     off = sum(not line.ok for line in table)
     if launch.rank == 0:
@@ -77,25 +85,29 @@ def command(args: argparse.Namespace) -> int:
         known = versions()
         stack = f"megatron-core {known['megatron-core']}, torch {known['torch']}, Python {known['python']}"
         show(console, table, title=f"{name} on {args.device}, {len(judge.specs)} specs each; {stack}")
-        console.print(f"{len(table)} layouts, {off} off, {len(left_out)} left out for lack of ranks, {took:.0f} s")
+        unseen = f", {len(not_visited)} not visited after the error" if ended.text else ""
+        console.print(
+            f"{len(table)} layouts, {off} off, {len(left_out)} left out for lack of ranks{unseen}, {took:.0f} s"
+        )
         if args.json:
             found = as_json(
-                table, left_out, precision=name, device=args.device, processes=launch.size, seconds=round(took, 1)
-            )
+                table, left_out, not_visited, precision=name, device=args.device, processes=launch.size,
+                seconds=round(took, 1),
+            )  # fmt: skip
             args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    launch.part()
+    launch.part(broken=bool(ended.text))
     return int(bool(off))
 
 
 def tour(
-    launch: Launch, layouts: Sequence[Layout], judge: Judge, report: Callable[[Layout, list[Outcome]], None]
-) -> list[Outcome]:
+    launch: Launch, layouts: Sequence[Layout], judge: Judge, report: Callable[[Layout, list[Outcome]], None],
+    outcomes: list[Outcome],
+) -> None:  # fmt: skip
     """Visit the layouts, larger worlds first, so that whoever is in a smaller one has heard every answer so far.
 
-    Returns:
-        All outcomes, on the first rank; those that a rank took part in, on the others.
+    Args:
+        outcomes: grows by all outcomes on the first rank, on the others by those that a rank took part in.
     """
-    outcomes: list[Outcome] = []
     for size in sorted({layout.world or launch.size for layout in layouts}, reverse=True):
         with launch.world(size) as inside:
             for layout in layouts:
@@ -103,7 +115,6 @@ def tour(
                     found = visit(layout, judge)
                     outcomes += found
                     report(layout, found)
-    return outcomes
 
 
 def chosen_specs(names: Sequence[str], *, half: bool = False) -> dict[str, LossSpec]:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import datetime
 import os
+import signal
+import sys
+import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -59,11 +64,58 @@ class Launch:
         if inside:
             dist.destroy_process_group()
 
-    def part(self) -> None:
-        """Wait for all ranks, spare ones included; the store may live in the first."""
+    def last_words(self) -> LastWords:
+        """A block in which an error ends the run: its text reaches the first rank, which goes on behind the block."""
+        return LastWords(self)
+
+    def part(self, *, broken: bool = False) -> None:
+        """Wait for all ranks, spare ones included; the store may live in the first. ``broken``: some have ended."""
         self.store.set(f"verify/left/{self.rank}", "1")
         if self.rank == 0:
-            self.store.wait([f"verify/left/{rank}" for rank in range(self.size)], _LONG)
+            if not broken:
+                self.store.wait([f"verify/left/{rank}" for rank in range(self.size)], _LONG)
             self.store.set("verify/end", "1")
         else:
             self.store.wait(["verify/end"], _LONG)
+
+
+class LastWords:
+    """What ended a run, if something did.
+
+    An error on one rank alone leaves its peers inside a collective. That rank leaves word in the store and ends by its
+    error; with its connections closed gloo raises on the others, and the launcher ends them. The first rank keeps alive
+    until it has told what it knows: there ``text`` is what was raised, by whom, and the error goes no further.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self.text = ""
+        self._launch = launch
+        self._key = "verify/error"
+
+    def __enter__(self) -> LastWords:
+        if self._launch.rank == 0:
+            # Torchrun ends the peers of a process that failed at once.
+            self._before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by the launcher"))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        launch = self._launch
+        if launch.rank == 0:
+            signal.signal(signal.SIGTERM, self._before if error is None else signal.SIG_IGN)
+        mine = f"rank {launch.rank}: {type(error).__name__}: {error}"
+        if launch.rank != 0:
+            # The first to fail speaks; those it takes along only say that a connection was closed.
+            if error is not None and launch.store.add(f"{self._key}/count", 1) == 1:
+                launch.store.set(self._key, mine)
+            return False
+        if error is None:
+            return False
+        traceback.print_exception(error)
+        self.text = mine
+        if launch.size > 1:
+            late = time.monotonic() + 2
+            while time.monotonic() < late and not launch.store.check([self._key]):
+                time.sleep(0.1)
+            if launch.store.check([self._key]):
+                self.text = launch.store.get(self._key).decode()
+        return True

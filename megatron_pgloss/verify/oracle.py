@@ -10,7 +10,8 @@ Data are plain dicts, one per row, in token order (index i is about ``tokens[i]`
 ``action``, ``observation``, ``advantages`` (list or one number), ``old``, ``rollout``, ``ref``,
 ``weights`` ({component: list}), ``temperature`` (number or list), ``prompt``, ``episode``,
 ``turn``, ``masks`` ({name: list}), ``termination``, ``version`` (number or list), ``values`` and
-``returns`` of the critic, ``recorded`` (what an earlier update noted down), ``streams`` ({name: list}).
+``returns`` of the critic, ``sampler`` and ``wide`` (`oracle_kept`), ``recorded`` (what an earlier update
+noted down), ``streams`` ({name: list}).
 The spec is a plain dict too: ``LossSpec.to_dict()``, or one like it.
 
 Shapes: T all tokens of the step, rows end to end; L tokens of a row; V vocabulary; M members.
@@ -29,7 +30,8 @@ from megatron_pgloss.errors import DataError, SpecError
 from megatron_pgloss.verify.oracle_average import NestedAverage, parse_path
 from megatron_pgloss.verify.oracle_data import LEVELS, Row, Step, choice, setting
 from megatron_pgloss.verify.oracle_gates import gate_factor
-from megatron_pgloss.verify.oracle_losses import token_loss
+from megatron_pgloss.verify.oracle_kept import on_kept_sets
+from megatron_pgloss.verify.oracle_losses import chosen_logprobs, token_loss
 from megatron_pgloss.verify.oracle_ratios import ratio_axis, statistic_of
 from megatron_pgloss.verify.oracle_rules import corrected
 from megatron_pgloss.verify.oracle_scene import Scene
@@ -96,19 +98,22 @@ def oracle_step(
         What ``oracle_loss`` returns, with ``logprobs`` and ``entropies``, detached float64 [L] per
         row.
     """
-    logprobs, entropies, kls = [], [], []
+    logprobs, entropies, kls, chosen = [], [], [], []
     for row in rows:
         if len(row["tokens"]) < 2:  # nothing to predict
             logprob = entropy = kl = torch.zeros(len(row["tokens"]), dtype=torch.float64)
         else:
             tokens = torch.as_tensor(row["tokens"], dtype=torch.int64)[None]
             logits, heat = model_fn(tokens)[0], row.get("temperature")
+            logits = logits if spec.get("kept") is None else on_kept_sets(logits, row, spec["kept"])
             logprob, entropy = oracle_logprobs(logits, row["tokens"], heat)
             kl = entropy if ref_fn is None else oracle_kl(logits, ref_fn(tokens)[0].detach(), heat)
+        chosen.append([] if len(row["tokens"]) < 2 or "wide" not in row else chosen_logprobs(logits, row))
         logprobs.append(logprob)
         entropies.append(entropy)
         kls.append(kl)
-    result = oracle_loss(logprobs, entropies, rows, spec, coef, kls=None if ref_fn is None else kls, version=version)
+    result = oracle_loss(logprobs, entropies, rows, spec, coef, kls=None if ref_fn is None else kls, version=version,
+                         chosen=chosen)  # fmt: skip
     detached = {"logprobs": logprobs, "entropies": entropies}
     return result | {key: [row.detach() for row in value] for key, value in detached.items()}
 
@@ -135,6 +140,7 @@ def oracle_loss(
     *,
     values: Sequence[Tensor] | None = None,
     kls: Sequence[Tensor] | None = None,
+    chosen: Sequence[Sequence[Tensor]] | None = None,
     version: int | None = None,
 ) -> dict[str, Any]:
     """The loss of a whole optimizer step.
@@ -147,6 +153,7 @@ def oracle_loss(
         spec: components, corrections, masks, ``old``, ``log_ratio_bound``, ``empty_sequences``.
         coef: coefficients by component name, over those of the spec.
         values, kls: what the critic says, and the exact KL to the reference, as ``entropies``.
+        chosen: per row and token the policy's log-probs [k] at the row's ``wide["teacher_ids"]``.
         version: number of the current policy, where the spec reads versions.
 
     Returns:
@@ -178,7 +185,7 @@ def oracle_loss(
         masked_T, taken = members_of(name, component, spec, step)
         scene = Scene(
             step=step, spec=spec, component=component, name=name, logp_T=logp_T, entropy_T=entropy_T, value_T=value_T,
-            kl_T=kl_T, member_T=masked_T, version=version,
+            kl_T=kl_T, member_T=masked_T, version=version, chosen=chosen,
         )  # fmt: skip
         verdict = corrected(scene)
         scene = replace(scene, member_T=masked_T & verdict.early_T)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_pgloss.errors import SpecError
-from megatron_pgloss.verify.oracle_data import choice, setting
+from megatron_pgloss.errors import DataError, SpecError
+from megatron_pgloss.verify.oracle_data import Row, choice, setting
 from megatron_pgloss.verify.oracle_scene import Scene
 from megatron_pgloss.verify.oracle_surrogates import policy_gradient
 from megatron_pgloss.verify.oracle_terms import call
@@ -68,6 +68,37 @@ def _value(scene: Scene) -> Tensor:
     return loss_M / 2
 
 
+def _topk(scene: Scene) -> Tensor:
+    """KL(q || p) or KL(p || q) summed over the ids that a teacher gave for the token; with both renormalised there, or
+    as they are.
+    """
+    direction = choice(setting(scene.component, "direction", "forward"), ["forward", "reverse"], "direction")
+    tail = choice(setting(scene.component, "tail", "drop"), ["drop", "renormalize"], "way with the tail")
+    if scene.chosen is None:
+        raise DataError("log-probs at a teacher's ids are needed and none were given")
+    terms = [torch.zeros(0, dtype=torch.float64)]
+    for t in scene.index_M.tolist():
+        row, place = scene.step.where[t]
+        wide = scene.step.rows[row]["wide"]
+        some = [j for j, token in enumerate(wide[setting(scene.component, "ids", "teacher_ids")][place]) if token >= 0]
+        given = wide[setting(scene.component, "logprobs", "teacher_logprobs")][place]
+        p, q = scene.chosen[row][place][some].exp(), torch.tensor([given[j] for j in some], dtype=torch.float64).exp()
+        if tail == "renormalize":
+            p, q = p / p.sum(), q / q.sum()
+        one, other = (q, p) if direction == "forward" else (p, q)
+        terms.append((one * (one / other).log()).sum()[None])
+    return torch.cat(terms)
+
+
+def chosen_logprobs(logits: Tensor, row: Row) -> list[Tensor]:
+    """Per token of a row the log-probs [k] at its ``teacher_ids`` (any for -1); that of the first token is unused."""
+    length = len(row["tokens"])
+    tau = torch.as_tensor(setting(row, "temperature", 1.0), dtype=torch.float64).expand(length)[1:, None]
+    logp_V = torch.log_softmax(logits[: length - 1].to(torch.float64) / tau, dim=-1)
+    ids = torch.tensor(row["wide"]["teacher_ids"]).clamp(min=0)
+    return [logp_V[max(i - 1, 0)][ids[i]] for i in range(length)]
+
+
 def _term(scene: Scene) -> Tensor:
     return call(scene.component["fn"], scene)[scene.index_M]
 
@@ -77,6 +108,7 @@ KINDS: dict[str, Callable[[Scene], Tensor]] = {
     "kl": _kl,
     "entropy": _entropy,
     "cross_entropy": _cross_entropy,
+    "topk_distill": _topk,
     "value": _value,
     "term": _term,
 }

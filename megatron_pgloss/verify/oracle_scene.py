@@ -5,7 +5,7 @@ Shapes: T all tokens of the step; M the members of a component, selected before 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,8 @@ class Scene:
     kl_T: Tensor | None
     member_T: Tensor
     version: int | None
+    chosen: Sequence[Sequence[Tensor]] | None = None
+    """Per row and token the policy's log-probs [k] at the row's ``teacher_ids``; for ``topk_distill``."""
 
     @property
     def index_M(self) -> Tensor:

@@ -20,10 +20,12 @@ DOMAIN = {
     "kl": "action",
     "entropy": "action",
     "cross_entropy": "observation",
+    "topk_distill": "action",
     "value": "action",
     "term": "action",
 }
-NAMES = {"policy_gradient": "rl", "kl": "kl", "entropy": "entropy", "cross_entropy": "ce", "value": "value"}
+NAMES = {"policy_gradient": "rl", "kl": "kl", "entropy": "entropy", "cross_entropy": "ce", "value": "value",
+         "topk_distill": "distill"}  # fmt: skip
 
 
 def named_components(spec: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -158,8 +158,35 @@ def _fipo(surrogate: Surrogate, scene: Scene) -> Tensor:
 def _real(surrogate: Surrogate, scene: Scene) -> Tensor:
     """log(1 + exp(-sign(A) s / tau)); nothing where A = 0."""
     advantage_M, s_M = scene.constant("advantages"), log_ratio(scene)
+    if choice(setting(surrogate, "form", "binary"), ["binary", "group"], "form of REAL") == "group":
+        return _real_group(float(setting(surrogate, "tau", 0.5)), scene, advantage_M, s_M)
     term_M = torch.log1p(torch.exp(-advantage_M.sign() * s_M / float(setting(surrogate, "tau", 0.5))))
     return torch.where(advantage_M == 0, torch.zeros_like(term_M), term_M)
+
+
+def _real_group(tau: float, scene: Scene, advantage_M: Tensor, s_M: Tensor) -> Tensor:
+    """Per prompt and label L = log(1 + sum over its sequences of exp(-label s / tau)). A sequence has an even share of
+    L and the slope of L by its own s, so that a weight of its tokens is a weight of both.
+    """
+    sequence, prompt = scene.step.keys("sequence"), scene.step.keys("prompt")
+    members: dict[Any, list[int]] = {}
+    for m, t in enumerate(scene.index_M.tolist()):
+        members.setdefault(sequence[t], []).append(m)
+    groups: dict[Any, list[list[int]]] = {}
+    for mine in members.values():
+        label = float(advantage_M[mine].mean().sign())
+        if label:
+            groups.setdefault((prompt[int(scene.index_M[mine[0]])], label), []).append(mine)
+    term_M = torch.zeros_like(s_M)
+    for (_, label), some in groups.items():
+        s_K = torch.stack([s_M[mine].mean() for mine in some]).detach().requires_grad_()
+        with torch.enable_grad():
+            loss = torch.log1p((-label * s_K / tau).exp().sum())
+            (slope_K,) = torch.autograd.grad(loss, s_K)
+        for k, mine in enumerate(some):
+            moving_M = slope_K[k] * (s_M[mine] - s_M[mine].detach())
+            term_M = term_M.index_put((torch.tensor(mine),), loss.detach() / len(some) + moving_M)
+    return term_M
 
 
 def _distill(surrogate: Surrogate, scene: Scene) -> Tensor:

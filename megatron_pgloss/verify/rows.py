@@ -97,6 +97,37 @@ def attach_streams(rows: list[Row], logprobs: list[Tensor], seed: int, scale: fl
             row[name] = stream.clamp(max=-1e-3).tolist()
 
 
+def attach_teacher(rows: list[Row], seed: int, vocab: int = VOCAB, k: int = 4) -> None:
+    """Set ``wide`` of each row, in place: a teacher's log-probs at ``k`` ids of every token, -1 where it gave fewer."""
+    dice = Dice(seed + 104729)
+    for row in rows:
+        length = len(row["tokens"])
+        logp_LV = (2 * dice.normal(length * vocab).reshape(length, vocab)).log_softmax(1)
+        logp_Lk, ids_Lk = logp_LV.topk(k)
+        fewer = torch.tensor([[dice.chance(0.2) for _ in range(k)] for _ in range(length)]).reshape(length, k)
+        ids_Lk = torch.where(fewer, -1, ids_Lk)
+        row["wide"] = {"teacher_ids": ids_Lk.tolist(), "teacher_logprobs": logp_Lk.tolist()}
+
+
+def attach_kept(rows: list[Row], seed: int, vocab: int = VOCAB, k: int = 20) -> None:
+    """Set what the sampler could draw from, in place: ``sampler`` (top-k, top-p and min-p, each off at some tokens) and
+    ``wide["kept"]`` (up to ``k`` ids, none at some tokens, sometimes without the token itself).
+    """
+    dice = Dice(seed + 15485863)
+    for row in rows:
+        length = len(row["tokens"])
+        row["sampler"] = {
+            "top_k": [dice.whole(vocab // 2, vocab) if dice.chance(0.7) else 0 for _ in range(length)],
+            "top_p": [dice.whole(70, 99) / 100 if dice.chance(0.7) else 1.0 for _ in range(length)],
+            "min_p": [dice.whole(1, 30) / 100 if dice.chance(0.5) else 0.0 for _ in range(length)],
+        }
+        ids = [torch.randperm(vocab, generator=dice.generator)[:k].tolist() for _ in range(length)]
+        row["wide"]["kept"] = [
+            [v if size > j else -1 for j, v in enumerate(one)]
+            for one, size in zip(ids, [dice.whole(5, k) if dice.chance(0.8) else 0 for _ in range(length)], strict=True)
+        ]
+
+
 def tail_rows(count: int = 6, length: int = 16, everywhere: int = 0) -> list[Row]:
     """Rows whose actions are the last two tokens, but for the first ``everywhere``: under context parallelism most
     ranks hold no member of them.

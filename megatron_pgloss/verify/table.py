@@ -98,13 +98,23 @@ def versions() -> dict[str, str]:
     return found | {"date": datetime.date.today().isoformat()}
 
 
-def as_json(table: Sequence[Line], left_out: Sequence[Layout], **more: Any) -> dict[str, Any]:
-    """Everything, as plain data. Errors that are not finite (nothing was measured) are None."""
+def as_json(
+    table: Sequence[Line], left_out: Sequence[Layout], not_visited: Sequence[Layout] = (), **more: Any
+) -> dict[str, Any]:
+    """Everything, as plain data. Errors that are not finite (nothing was measured) are None.
+
+    Args:
+        table: what was visited.
+        left_out: layouts of more processes than were launched.
+        not_visited: layouts behind one on which an error ended the run.
+        more: entries beside.
+    """
     return {
         "versions": versions(),
         **more,
         "ok": bool(table) and all(line.ok for line in table),
         "left_out": [{"layout": layout.name, "processes": layout.world} for layout in left_out],
+        "not_visited": [{"layout": layout.name, "processes": layout.world} for layout in not_visited],
         "layouts": [
             {
                 "layout": line.layout.name,

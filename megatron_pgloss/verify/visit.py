@@ -77,7 +77,8 @@ def _run(layout: Layout, judge: Judge, name: str, chunks: list[Any], where: Any)
         plan = step.begin(batches_of(layout, where, spec, rows, judge.precision.streams))
     except PGLossError as error:  # by contract the same on every rank
         return _Run(error=f"{type(error).__name__}: {error}")
-    # What is raised in here may be raised on one rank alone, which must then not go on: the process ends.
+    # What is raised in here may be raised on one rank alone, which must then not go on: the process ends
+    # (`megatron_pgloss.verify.launch.LastWords`).
     losses = run_schedule(step, chunks, **more)
     try:
         metrics, grads = step.finish(losses), full_gradients(chunks)

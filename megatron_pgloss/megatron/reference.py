@@ -1,0 +1,64 @@
+"""The reference model beside a step, for the exact KL: its logits at every micro-batch of the last stage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_pgloss.errors import LayoutError, SpecError
+from megatron_pgloss.megatron import outputs, replay
+from megatron_pgloss.planning import MicroBatch, Plan
+
+if TYPE_CHECKING:
+    from megatron_pgloss.megatron.step import PolicyLossStep
+
+
+class Reference:
+    """Logits of a frozen model, laid out as the policy's.
+
+    Without pipelining it is run on each micro-batch as the loss needs it. With pipelining it has stages of its own,
+    which cannot run inside the policy's schedule: `open` runs it forward-only over the whole step by a schedule of its
+    own, and the last stage keeps the logits ``[b, s, V/tp]`` of every micro-batch until the step is closed.
+
+    Args:
+        model: the module or list of chunks, built on the policy's layout, wrapped or not. Put into eval mode.
+
+    Raises:
+        SpecError: no component reads the exact KL.
+        LayoutError: another number of chunks than the policy's.
+    """
+
+    def __init__(self, step: PolicyLossStep, model: Any) -> None:
+        self.chunks: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
+        if not step.spec.needs_exact_kl:
+            raise SpecError(
+                "reference= is read by the exact KL alone, which this spec has not",
+                expected='KL(estimator="exact", to="ref")',
+                fix='log-probs of the reference: step.score(batches, REFERENCE, into="ref")',
+            )
+        if len(self.chunks) != len(step.chunks):
+            raise LayoutError(
+                "the reference is cut into another number of chunks than the policy",
+                expected=len(step.chunks), got=len(self.chunks), fix="build both on the same layout",
+            )  # fmt: skip
+        for chunk in self.chunks:
+            chunk.eval()
+        self._step, self._kept = step, list[Tensor]()
+
+    def open(self, made: Plan) -> None:
+        """Make ready for the micro-batches of ``made``. With pipelining a collective."""
+        if self._step.layout.pp_size > 1:
+            self._kept = replay.reference_logits(self._step, made, self.chunks)
+
+    def logits(self, micro: MicroBatch) -> Tensor:
+        """``[b, s, V/tp]`` of ``micro``, on the last stage, without a graph."""
+        if self._step.layout.pp_size > 1:
+            return self._kept[micro.number]
+        with torch.no_grad():
+            return outputs.for_logprobs(self._step.run_model(micro, self.chunks[0]))  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Let go of what was kept."""
+        self._kept.clear()

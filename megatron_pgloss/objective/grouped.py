@@ -1,0 +1,95 @@
+"""Surrogates of a whole group of rollouts: their value and slope, from all sequences of a prompt. `T` tokens of this
+rank's rows.
+
+A group's sequences may lie on any ranks and in any micro-batches. From a statistics pass each rank knows the log-ratio
+of every sequence of the step, and with it the loss of the group and its derivative by each log-ratio, two constants per
+token. ``value + slope (s - sg(s))`` then has the loss's value and its exact gradient, and is a plain sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megatron_pgloss.objective.streams import Streams
+from megatron_pgloss.planning import Plan, Ranks
+from megatron_pgloss.spec import REAL, PolicyGradient
+
+
+def group_streams(component: str) -> tuple[str, str]:
+    """Names of the streams of value and slope in the plan's table."""
+    return f"group/value/{component}", f"group/slope/{component}"
+
+
+def group_terms(part: PolicyGradient, x: Streams, plan: Plan) -> dict[str, Tensor]:
+    """Value and slope of ``part`` at every token, float [T] each. Two gathers over the data-parallel ranks: of counts,
+    then of four integers per labelled sequence.
+
+    Args:
+        x: streams of all rows of this rank, with the log-ratio of the component's axis.
+    """
+    assert isinstance(part.surrogate, REAL)
+    row_R, table_R4 = _labelled(x, plan)
+    sequences = _of_all_ranks(table_R4, plan.ranks)
+    value_R, slope_R = (torch.zeros(len(row_R), dtype=torch.float64) for _ in range(2))
+    losses = _losses(sequences, part.surrogate.tau)
+    for i, (first, second, label, bits) in enumerate(table_R4.tolist()):
+        total, number = losses[first, second, label]
+        logit = -label * _number(bits) / part.surrogate.tau
+        value_R[i] = total / number
+        slope_R[i] = -label * math.exp(logit - total) / part.surrogate.tau
+    kind = plan.table[f"weight/{part.name}"].dtype
+    out = {}
+    for name, of_R in zip(group_streams(part.name), (value_R, slope_R), strict=True):
+        of_S = torch.zeros(0 if plan.batch is None else len(plan.batch), dtype=torch.float64)
+        of_S[row_R] = of_R
+        out[name] = (of_S if plan.batch is None else of_S[plan.batch.seq_T]).to(kind)
+    return out
+
+
+def _labelled(x: Streams, plan: Plan) -> tuple[Tensor, Tensor]:
+    """This rank's sequences with a label, int64 [R]: their rows; and int64 [R, 4]: their prompt's key, label (1 or -1)
+    and the bits of their log-ratio.
+    """
+    units, batch = plan.local.units, plan.batch
+    if batch is None or units is None:
+        return torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4, dtype=torch.int64)
+    s_T, seq_T = x.log_ratio.detach().double(), batch.seq_T
+    # Float64 sums in token order: rows are whole, so no partition changes them.
+    inside_T = x.members & s_T.isfinite()
+    picked_3T = torch.stack([inside_T.double(), s_T, x.advantage.double()])
+    table_3S = torch.zeros(3, len(batch), dtype=torch.float64)
+    count_S, s_S, advantage_S = table_3S.index_add(1, seq_T[inside_T], picked_3T[:, inside_T])
+    row_R = ((count_S > 0) & (advantage_S != 0)).nonzero().flatten()
+    s_R = s_S[row_R] / count_S[row_R]
+    key_R2 = units.key["prompt"][units.parent["sequence", "prompt"][row_R]]
+    label_R = advantage_S[row_R].sign().to(torch.int64)
+    return row_R, torch.cat([key_R2, label_R[:, None], s_R.view(torch.int64)[:, None]], 1)
+
+
+def _of_all_ranks(mine_R4: Tensor, ranks: Ranks) -> list[list[int]]:
+    sizes = ranks.gather(torch.tensor([len(mine_R4)]), ranks.data, ranks.data_size).flatten().tolist()
+    padded = torch.zeros(max(sizes), 4, dtype=torch.int64)
+    padded[: len(mine_R4)] = mine_R4
+    table = ranks.gather(padded, ranks.data, ranks.data_size)
+    return [row for rank, size in enumerate(sizes) for row in table[rank, :size].tolist()]
+
+
+def _losses(sequences: Iterable[list[int]], tau: float) -> dict[tuple[int, int, int], tuple[float, int]]:
+    """Prompt's key and label to ``log(1 + sum exp(-label s / tau))`` and the number of sequences."""
+    logits: dict[tuple[int, int, int], list[float]] = {}
+    for first, second, label, bits in sequences:
+        logits.setdefault((first, second, label), [0.0]).append(-label * _number(bits) / tau)
+    found = {}
+    for key, some in logits.items():
+        top = max(some)
+        # Exactly rounded: the order of ranks and rows does not matter by a bit.
+        found[key] = top + math.log(math.fsum(math.exp(logit - top) for logit in some)), len(some) - 1
+    return found
+
+
+def _number(bits: int) -> float:
+    return torch.tensor(bits, dtype=torch.int64).view(torch.float64).item()

@@ -1,0 +1,98 @@
+"""The loss of a micro-batch never waits for the device, and dispatches as many operations for many rows as for few.
+
+On a CPU nothing waits, so what is looked at is which operations are called (`dispatched`), on streams that are already
+arranged: arranging is the host's own work, on its own tensors. ``tests/test_gpu.py`` shows the same on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from dispatched import Dispatched
+from steps import pictured
+
+import megatron_pgloss as pg
+
+ROWS = ("cAAo", "cAAAAo", "ccAoAAo", "cAo")
+SPECS = {name: preset.build(**preset.example) for name, preset in pg.presets.PRESETS.items()}
+SPECS |= {
+    "everything": pg.presets.grpo(corrections=[pg.TruncatedIS(on=("rl", "kl"))], entropy=0.1, dual=2.0).add(
+        pg.CrossEntropy()
+    ),
+    "late": pg.presets.ppo(corrections=[pg.TruncatedIS(of="policy", level="sequence")]),
+    "units": pg.presets.ppo().add(
+        pg.Term("mine", lambda x: x.unit_mean(x.log_ratio, "sequence") * x.logp + x.prefix_sum(x.log_ratio, "turn"))
+    ),
+}
+
+
+def step(spec: pg.LossSpec, rows: tuple[str, ...]) -> tuple[pg.MicroBatch, pg.TokenLogprobs, Any]:
+    """One micro-batch of all rows, and what a model might give for it."""
+    torch.manual_seed(0)
+    size = sum(map(len, rows))
+    old, rollout, ref = (torch.randn(3, size, dtype=torch.float64) * 0.1 - 1).unbind()
+    batch = pictured(
+        *rows, advantages=torch.randn(len(rows), dtype=torch.float64), old_logprobs=old, rollout_logprobs=rollout,
+        ref_logprobs=ref, values=old, returns=old, prompt_ids=[0] * len(rows), episode_ids=list(range(len(rows))),
+        sample_ids=list(range(len(rows))),
+    )  # fmt: skip
+    plan = pg.plan([batch], spec, split=pg.Split(sequences=len(rows)))
+    scored = [
+        pg.TokenLogprobs(logprob=-torch.rand(m.shape).double(), entropy=torch.rand(m.shape).double())
+        for m in plan.microbatches()
+    ]
+    plan = pg.statistics(plan, scored) if plan.needs_statistics else plan
+    micro = next(plan.microbatches())
+    out = [(-torch.rand(micro.shape, dtype=torch.float64)).requires_grad_() for _ in range(3)]
+    return micro, pg.TokenLogprobs(logprob=out[0], entropy=out[1]), out[2]
+
+
+def operations(spec: pg.LossSpec, rows: tuple[str, ...]) -> Dispatched:
+    """What a micro-batch dispatches, forward and backward, once its streams are arranged."""
+    micro, lp, value = step(spec, rows)
+    pg.policy_loss(lp, micro, value=value)
+    with Dispatched() as seen:
+        pg.policy_loss(lp, micro, value=value).loss.backward()
+    return seen
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_no_operation_of_a_micro_batch_waits_for_the_device(name: str) -> None:
+    seen = operations(SPECS[name], ROWS)
+    assert seen.waits == []
+    assert seen.number.total() > 50  # it did look
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_many_rows_take_as_many_operations_as_few(name: str) -> None:
+    few, many = (operations(SPECS[name], ROWS * k).number for k in (1, 16))
+    # A discounted sum is a scan by doubling: 11 operations for each of the four doublings.
+    scan = 11 * 4 if name == "fipo" else 0
+    assert many.total() == few.total() + scan
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: float(x.sum()), lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: x.unique(),
+        lambda x: bool(x.any()),
+        lambda x: torch.repeat_interleave(x, torch.ones(3, dtype=torch.int64)), lambda x: x.masked_select(x > 0),
+    ],
+)  # fmt: skip
+def test_what_waits_is_seen(wait: Any) -> None:
+    with Dispatched() as seen:
+        wait(torch.ones(3))
+    assert seen.waits
+
+
+def test_planning_calls_grow_with_tokens_alone() -> None:
+    spec = pg.presets.grpo()
+
+    def planned(rows: tuple[str, ...]) -> int:
+        with Dispatched() as seen:
+            step(spec, rows)
+        return seen.number.total()
+
+    assert planned(ROWS * 64) == planned(ROWS * 4)
