@@ -18,6 +18,10 @@ from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.planning import Plan, Ranks
 from megatron_pgloss.spec import REAL, PolicyGradient
 
+Key = tuple[int, int]
+Sequence = tuple[Key, int, float]
+"""A labelled sequence: its prompt's key, its label, its log-ratio."""
+
 
 def group_streams(component: str) -> tuple[str, str]:
     """Names of the streams of value and slope in the plan's table."""
@@ -33,12 +37,11 @@ def group_terms(part: PolicyGradient, x: Streams, plan: Plan) -> dict[str, Tenso
     """
     assert isinstance(part.surrogate, REAL)
     row_R, table_R4 = _labelled(x, plan)
-    sequences = _of_all_ranks(table_R4, plan.ranks)
     value_R, slope_R = (torch.zeros(len(row_R), dtype=torch.float64) for _ in range(2))
-    losses = _losses(sequences, part.surrogate.tau)
-    for i, (first, second, label, bits) in enumerate(table_R4.tolist()):
-        total, number = losses[first, second, label]
-        logit = -label * _number(bits) / part.surrogate.tau
+    losses = _losses(_of_all_ranks(table_R4, plan.ranks), part.surrogate.tau)
+    for i, (group, label, log_ratio) in enumerate(_read(table_R4)):
+        total, number = losses[group, label]
+        logit = -label * log_ratio / part.surrogate.tau
         value_R[i] = total / number
         slope_R[i] = -label * math.exp(logit - total) / part.surrogate.tau
     kind = plan.table[f"weight/{part.name}"].dtype
@@ -70,26 +73,29 @@ def _labelled(x: Streams, plan: Plan) -> tuple[Tensor, Tensor]:
     return row_R, torch.cat([key_R2, label_R[:, None], s_R.view(torch.int64)[:, None]], 1)
 
 
-def _of_all_ranks(mine_R4: Tensor, ranks: Ranks) -> list[list[int]]:
+def _read(table_R4: Tensor) -> Iterable[Sequence]:
+    """Rows of `_labelled`: prompt's key, label, log-ratio."""
+    first_R, second_R, label_R, bits_R = table_R4.T
+    log_ratios = bits_R.contiguous().view(torch.float64).tolist()
+    return zip(zip(first_R.tolist(), second_R.tolist(), strict=True), label_R.tolist(), log_ratios, strict=True)
+
+
+def _of_all_ranks(mine_R4: Tensor, ranks: Ranks) -> Iterable[Sequence]:
     sizes = ranks.gather(torch.tensor([len(mine_R4)]), ranks.data, ranks.data_size).flatten().tolist()
     padded = torch.zeros(max(sizes), 4, dtype=torch.int64)
     padded[: len(mine_R4)] = mine_R4
     table = ranks.gather(padded, ranks.data, ranks.data_size)
-    return [row for rank, size in enumerate(sizes) for row in table[rank, :size].tolist()]
+    return _read(torch.cat([table[rank, :size] for rank, size in enumerate(sizes)]))
 
 
-def _losses(sequences: Iterable[list[int]], tau: float) -> dict[tuple[int, int, int], tuple[float, int]]:
+def _losses(sequences: Iterable[Sequence], tau: float) -> dict[tuple[Key, int], tuple[float, int]]:
     """Prompt's key and label to ``log(1 + sum exp(-label s / tau))`` and the number of sequences."""
-    logits: dict[tuple[int, int, int], list[float]] = {}
-    for first, second, label, bits in sequences:
-        logits.setdefault((first, second, label), [0.0]).append(-label * _number(bits) / tau)
+    logits: dict[tuple[Key, int], list[float]] = {}
+    for group, label, log_ratio in sequences:
+        logits.setdefault((group, label), [0.0]).append(-label * log_ratio / tau)
     found = {}
     for key, some in logits.items():
         top = max(some)
         # Exactly rounded: the order of ranks and rows does not matter by a bit.
         found[key] = top + math.log(math.fsum(math.exp(logit - top) for logit in some)), len(some) - 1
     return found
-
-
-def _number(bits: int) -> float:
-    return torch.tensor(bits, dtype=torch.int64).view(torch.float64).item()
