@@ -16,8 +16,6 @@ from torch import Tensor
 
 Kind = Literal["mean", "sum", "min", "max"]
 
-_IDENTITY = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricRow:
@@ -126,23 +124,9 @@ class Metric:
     count: Tensor | None = None
 
     @staticmethod
-    def mean(values_T: Tensor, members_T: Tensor) -> Metric:
-        """Sum of ``values_T`` where ``members_T`` and the number of members. ``[T]`` -> pair of 0-d float64."""
-        picked = torch.where(members_T, values_T.detach(), 0).to(torch.float64)
-        return Metric("mean", picked.sum(), members_T.sum().to(torch.float64))
-
-    @staticmethod
     def sum(value: Tensor) -> Metric:
         """A plain sum that adds over micro-batches and ranks."""
         return Metric("sum", value.detach().to(torch.float64))
-
-    @staticmethod
-    def extreme(kind: Literal["min", "max"], values_T: Tensor, members_T: Tensor) -> Metric:
-        """Smallest or largest member; the identity (plus or minus infinity) where there is none."""
-        identity = torch.full((1,), _IDENTITY[kind], dtype=torch.float64, device=values_T.device)
-        picked = torch.where(members_T, values_T.detach().to(torch.float64), identity)
-        whole = torch.cat([picked.reshape(-1), identity])
-        return Metric(kind, whole.amin() if kind == "min" else whole.amax())
 
     def merge(self, other: Metric) -> Metric:
         """The metric over both parts; exact for every kind."""

@@ -14,7 +14,7 @@ from steps import NAN, near, pictured, solve
 
 import megatron_pgloss as pg
 from megatron_pgloss.metrics import METRICS, Metric, kind_of, merge_all, unpack
-from megatron_pgloss.objective.measure import names
+from megatron_pgloss.objective.measure import Among, names
 
 KINDS = {row.suffix: row.kind for row in METRICS}
 
@@ -125,10 +125,10 @@ def test_parts_merge_into_the_whole_exactly(values: list[tuple[int, bool]], data
         value_T = torch.tensor([value for value, _ in part], dtype=torch.float64)
         member_T = torch.tensor([flag for _, flag in part], dtype=torch.bool)
         return {
-            "a/ratio": Metric.mean(value_T, member_T),
+            "a/ratio": Among(member_T).mean(value_T),
             "a/loss": Metric.sum(torch.where(member_T, value_T, 0).sum()),
-            "a/ratio_min": Metric.extreme("min", value_T, member_T),
-            "a/ratio_max": Metric.extreme("max", value_T, member_T),
+            "a/ratio_min": Among(member_T).least(value_T),
+            "a/ratio_max": Among(member_T).most(value_T),
         }
 
     whole = measured(values)
@@ -145,8 +145,8 @@ def test_parts_merge_into_the_whole_exactly(values: list[tuple[int, bool]], data
 
 def test_a_mean_is_never_averaged_again() -> None:
     """1 token of 4 and 3 tokens of 0: the mean is 1, where a mean of means is 2."""
-    one = Metric.mean(torch.tensor([4.0]), torch.tensor([True]))
-    three = Metric.mean(torch.zeros(3), torch.ones(3, dtype=torch.bool))
+    one = Among(torch.tensor([True])).mean(torch.tensor([4.0]))
+    three = Among(torch.ones(3, dtype=torch.bool)).mean(torch.zeros(3))
     assert one.merge(three).result() == 1.0 and three.merge(one).result() == 1.0
 
 
@@ -154,15 +154,15 @@ def test_nothing_to_measure_is_not_a_number_and_values_outside_do_not_count() ->
     none = torch.zeros(2, dtype=torch.bool)
     garbage = torch.tensor([NAN, float("inf")])
     for metric in (
-        Metric.mean(garbage, none),
-        Metric.extreme("min", garbage, none),
-        Metric.extreme("max", garbage, none),
+        Among(none).mean(garbage),
+        Among(none).least(garbage),
+        Among(none).most(garbage),
     ):
         assert isnan(metric.result())
     one = torch.tensor([False, True])
-    assert Metric.mean(torch.tensor([NAN, 2.0]), one).result() == 2.0
-    assert Metric.extreme("max", torch.tensor([NAN, -2.0]), one).result() == -2.0
-    assert Metric.extreme("min", torch.zeros(0), torch.zeros(0, dtype=torch.bool)).value == float("inf")
+    assert Among(one).mean(torch.tensor([NAN, 2.0])).result() == 2.0
+    assert Among(one).most(torch.tensor([NAN, -2.0])).result() == -2.0
+    assert Among(torch.zeros(0, dtype=torch.bool)).least(torch.zeros(0)).value == float("inf")
     assert kind_of("own/anything") == "sum"
 
 

@@ -37,11 +37,6 @@ def check_chosen(ids: Tensor, targets: Tensor) -> None:
         )
 
 
-def flatten(per_token: Tensor, order: RowOrder) -> Tensor:
-    """[..., k] to [T, k]."""
-    return per_token.permute(*order.dims, -1).reshape(order.rows, per_token.size(-1))
-
-
 def measure_chosen(
     logits: Tensor, ids_Tk: Tensor, inverse_tau_T: Tensor | None, order: RowOrder, shard: VocabShard
 ) -> Tensor:

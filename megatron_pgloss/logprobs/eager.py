@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .inputs import rows_per_chunk
 from .rows import FLOOR, LN2, RowFactors, RowMarks, RowSums, maths_dtype, put_one_per_row
 
 
@@ -25,7 +26,7 @@ class ChunkedRows:
 
     def __init__(self, logits: Tensor, width: int, rows: int, chunk_elements: int):
         self.width = width
-        self.step = max(1, min(chunk_elements // max(width, 1), rows))
+        self.step = max(1, min(rows_per_chunk(chunk_elements, width), rows))
         self.dense_step = self.step
         """Rows of one chunk where they are worked on in place, and no copy of them is made."""
         # Knowing which rows are live costs a host sync: free on a CPU only.

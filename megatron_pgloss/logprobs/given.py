@@ -19,6 +19,7 @@ from .inputs import (
     check_reference,
     check_separate_rows,
     inverse_temperature,
+    rows_per_chunk,
     usual_chunk_elements,
 )
 from .kept import check_alone, kept_logprobs
@@ -130,7 +131,8 @@ def token_logprobs(
     if reuse_logits and logits.requires_grad and torch.is_grad_enabled():
         check_separate_rows(logits)
     if ref_logits is not None:
-        both = ReferenceJob(shard, RowOrder.of(logits), entropy, lse, reuse_logits, chunk_elements)
+        step = rows_per_chunk(chunk_elements, shard.width)
+        both = ReferenceJob(shard, RowOrder.of(logits), entropy, lse, reuse_logits, step)
         return TokenLogprobs(*GivenBoth.apply(logits, ref_logits.detach(), targets, inverse_tau, both))
     # Where nothing requires a gradient, autograd drops the node and all that it would keep.
     logprob, entropies, lses, chosen = GivenLogits.apply(logits, targets, inverse_tau, chosen_ids, job)

@@ -45,6 +45,27 @@ def usual_chunk_elements(device: torch.device) -> int:
     return 2**18 * torch.get_num_threads() if device.type == "cpu" else 2**24
 
 
+def rows_per_chunk(chunk_elements: int, width: int) -> int:
+    """At least one row."""
+    return max(1, chunk_elements // max(width, 1))
+
+
+def check_backward(spent: bool) -> None:
+    """Refuse, in a backward over given logits, a graph of the gradient, and the logits once they are overwritten."""
+    if torch.is_grad_enabled():  # torch's once_differentiable lets a constant upstream pass
+        raise UnsupportedError(
+            "token_logprobs has first derivatives only, and its gradient would be a constant",
+            got="a backward with create_graph=True",
+            fix="call backward or autograd.grad without create_graph",
+        )
+    if spent:
+        raise UnsupportedError(
+            "second backward through token_logprobs(reuse_logits=True): the first one wrote "
+            "its gradient over the logits",
+            fix="pass reuse_logits=False, or add the losses up and call backward once",
+        )
+
+
 def check_reference(ref_logits: Tensor, logits: Tensor, backend: str | None) -> None:
     """Refuse reference logits that do not belong to the logits."""
     if ref_logits.shape != logits.shape or ref_logits.device != logits.device:

@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_pgloss.errors import DataError, UnsupportedError
 from megatron_pgloss.terms.kept import Kept
 
+from .inputs import check_backward, rows_per_chunk
 from .kept_threshold import limits
 from .merge import Merged, gather_stats, merge_gathered
 from .order import RowOrder
@@ -69,25 +70,22 @@ class GivenKept(torch.autograd.Function):
         """Measure and merge; keep what backward needs."""
         target_T = job.order.flatten(targets)
         sets = _Set(target_T - job.shard.start, limit_T, ids_TK)
-        stats_STC = gather_stats(_measure(logits, sets, _flat(inverse_tau, job), job), job.shard)
+        stats_STC = gather_stats(_measure(logits, sets, job.order.flatten_some(inverse_tau), job), job.shard)
         whole = merge_gathered(stats_STC[..., [0, 1, 3]], target_T, job.shard)
         ctx.save_for_backward(logits, targets.clone(), inverse_tau, limit_T, ids_TK, *whole)
         ctx.set_materialize_grads(False)
         ctx.job, ctx.spent = job, False
 
-        def shaped(value_T: Tensor) -> Tensor:
-            out = torch.empty(job.order.shape, dtype=maths_dtype(logits), device=logits.device)
-            return out.copy_(job.order.unflatten(value_T))
-
-        share = shaped(stats_STC[..., 2].sum(0) / job.shard.vocab)
+        order, dtype = job.order, maths_dtype(logits)
+        share = order.output(stats_STC[..., 2].sum(0) / job.shard.vocab, dtype)
         owner_T = (target_T // job.shard.columns).clamp(0, job.shard.size - 1)
-        outside = job.order.unflatten(stats_STC[..., 4].gather(0, owner_T[None])[0] == 0).clone()
+        outside = order.output(stats_STC[..., 4].gather(0, owner_T[None])[0] == 0, torch.bool)
         ctx.mark_non_differentiable(share, outside)
         assert whole.entropy is not None
         return (
-            shaped(whole.logprob),
-            shaped(whole.entropy) if job.entropy else None,
-            shaped(whole.lse) if job.lse else None,
+            order.output(whole.logprob, dtype),
+            order.output(whole.entropy, dtype) if job.entropy else None,
+            order.output(whole.lse, dtype) if job.lse else None,
             share,
             outside,
         )
@@ -98,18 +96,12 @@ class GivenKept(torch.autograd.Function):
         job: KeptJob = ctx.job
         if all(g is None for g in upstream[:3]):
             return (None,) * 6
-        if torch.is_grad_enabled() or ctx.spent:
-            raise UnsupportedError(
-                "token_logprobs(kept=) has first derivatives only"
-                if torch.is_grad_enabled()
-                else "second backward through token_logprobs(reuse_logits=True): its gradient lies over the logits",
-                fix="call backward once, without create_graph",
-            )
+        check_backward(ctx.spent)
         logits, targets, inverse_tau, limit_T, ids_TK, *saved = ctx.saved_tensors
         ctx.spent = job.reuse_logits
         sets = _Set(job.order.flatten(targets) - job.shard.start, limit_T, ids_TK)
-        grads = [None if g is None else job.order.flatten(g) for g in upstream[:3]]
-        out = _gradient(logits, sets, _flat(inverse_tau, job), grads, Merged(*saved), job)
+        grads = [job.order.flatten_some(g) for g in upstream[:3]]
+        out = _gradient(logits, sets, job.order.flatten_some(inverse_tau), grads, Merged(*saved), job)
         return out, None, None, None, None, None
 
 
@@ -123,7 +115,7 @@ def kept_logprobs(
         DataError: a part of ``kept`` that does not fit the targets, or both recorded ids and rules.
     """
     order = RowOrder.of(logits)
-    step = max(1, chunk_elements // max(shard.width, 1))
+    step = rows_per_chunk(chunk_elements, shard.width)
     job = KeptJob(shard, order, entropy, lse, reuse_logits, step, kept.add_target)
     rules = {name: _rule(name, getattr(kept, name), targets, order) for name in ("top_k", "top_p", "min_p")}
     ids_TK = limit_T = None
@@ -136,9 +128,9 @@ def kept_logprobs(
                 expected=f"int64 {[*targets.shape, 'k']}",
                 got=f"{kept.ids.dtype} {list(kept.ids.shape)}",
             )
-        ids_TK = kept.ids.detach().permute(*order.dims, -1).reshape(order.rows, kept.ids.size(-1))
+        ids_TK = order.flatten(kept.ids.detach())
     else:
-        rows = Rows(logits.detach(), order, shard, step, None if inverse_tau is None else order.flatten(inverse_tau))
+        rows = Rows(logits.detach(), order, shard, step, order.flatten_some(inverse_tau))
         limit_T = limits(rows, **rules, top_p_of=kept.top_p_of)
     return GivenKept.apply(logits, targets, inverse_tau, limit_T, ids_TK, job)  # type: ignore[no-any-return]
 
@@ -169,10 +161,6 @@ def _rule(name: str, value: Any, targets: Tensor, order: RowOrder) -> Tensor | N
             got=f"{given.dtype} {list(given.shape)}",
         )
     return order.flatten(given.expand(targets.shape))
-
-
-def _flat(inverse_tau: Tensor | None, job: KeptJob) -> Tensor | None:
-    return None if inverse_tau is None else job.order.flatten(inverse_tau)
 
 
 def _members(z_RV: Tensor, rows: slice, sets: _Set, job: KeptJob) -> Tensor:

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_pgloss.errors import UnsupportedError
-
 from . import chosen
 from .backends import Backend
-from .merge import Merged, gather_stats, merge_gathered
+from .inputs import check_backward
+from .merge import Merged, gather_stats, merge, merge_gathered
 from .order import RowOrder
 from .rows import maths_dtype
 from .shard import VocabShard
@@ -54,7 +53,7 @@ class GivenLogits(torch.autograd.Function):
         ctx: Any, logits: Tensor, targets: Tensor, inverse_tau: Tensor | None, ids: Tensor | None, job: Job
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Measure and merge; keep what backward needs."""
-        ids_Tk = None if ids is None else chosen.flatten(ids, job.order)
+        ids_Tk = job.order.flatten_some(ids)
         whole, chosen_Tk = _merged(logits, targets, inverse_tau, ids_Tk, job)
         # No mark_dirty: reused logits are written in backward, forward leaves them as they are.
         # The targets are cloned since the caller may refill their buffer before backward.
@@ -70,23 +69,12 @@ class GivenLogits(torch.autograd.Function):
         if all(g is None for g in upstream):
             return None, None, None, None, None
         job: Job = ctx.job
-        if torch.is_grad_enabled():  # torch's once_differentiable lets a constant upstream pass
-            raise UnsupportedError(
-                "token_logprobs has first derivatives only, and its gradient would be a constant",
-                got="a backward with create_graph=True",
-                fix="call backward or autograd.grad without create_graph",
-            )
-        if ctx.spent:
-            raise UnsupportedError(
-                "second backward through token_logprobs(reuse_logits=True): the first one wrote "
-                "its gradient over the logits",
-                fix="pass reuse_logits=False, or add the losses up and call backward once",
-            )
+        check_backward(ctx.spent)
         logits, targets, inverse_tau, ids_Tk, chosen_Tk, *whole = ctx.saved_tensors
         ctx.spent = job.reuse_logits
         picked = None
         if upstream[3] is not None:
-            picked = Picked(chosen.flatten(upstream[3], job.order).double(), ids_Tk, chosen_Tk)
+            picked = Picked(job.order.flatten(upstream[3]).double(), ids_Tk, chosen_Tk)
         gradient = _gradient(logits, upstream, targets, inverse_tau, Merged(*whole), picked, job)
         return gradient, None, None, None, None
 
@@ -97,7 +85,7 @@ def _merged(
     """The forward pass: one streaming pass over the shard, one collective."""
     order, shard = job.order, job.shard
     target_T = order.flatten(targets)
-    tau_T = None if inverse_tau is None else order.flatten(inverse_tau)
+    tau_T = order.flatten_some(inverse_tau)
     stats_TC = measure(
         logits,
         target_T - shard.start,
@@ -109,7 +97,7 @@ def _merged(
         chunk_elements=job.chunk_elements,
     )
     if ids_Tk is None:
-        return merge_gathered(gather_stats(stats_TC, shard), target_T, shard), None
+        return merge(stats_TC, target_T, shard), None
     columns = stats_TC.size(1)
     u_Tk = chosen.measure_chosen(logits, ids_Tk, tau_T, order, shard)
     gathered_STC = gather_stats(torch.cat([stats_TC, u_Tk], 1), shard)
@@ -121,15 +109,11 @@ def _outputs(
     whole: Merged, chosen_Tk: Tensor | None, logits: Tensor, job: Job
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Log-prob, entropy, lse and chosen ones in targets' shape, in memory of their own: callers may write there."""
-
-    def shaped(value: Tensor) -> Tensor:
-        rest = value.shape[1:]
-        out = torch.empty((*job.order.shape, *rest), dtype=maths_dtype(logits), device=logits.device)
-        return out.copy_(job.order.unflatten(value))
-
-    entropy = None if whole.entropy is None else shaped(whole.entropy)
-    picked = None if chosen_Tk is None else shaped(chosen_Tk)
-    return shaped(whole.logprob), entropy, shaped(whole.lse) if job.lse else None, picked
+    order, dtype = job.order, maths_dtype(logits)
+    entropy = None if whole.entropy is None else order.output(whole.entropy, dtype)
+    lse = order.output(whole.lse, dtype) if job.lse else None
+    picked = None if chosen_Tk is None else order.output(chosen_Tk, dtype)
+    return order.output(whole.logprob, dtype), entropy, lse, picked
 
 
 def _gradient(
@@ -143,8 +127,8 @@ def _gradient(
 ) -> Tensor:
     """The factors of each row, and the pass that writes."""
     order = job.order
-    g_T, h_T, lse_grad_T = (None if g is None else order.flatten(g) for g in upstream[:3])
-    tau_T = None if inverse_tau is None else order.flatten(inverse_tau)
+    g_T, h_T, lse_grad_T = (order.flatten_some(g) for g in upstream[:3])
+    tau_T = order.flatten_some(inverse_tau)
     if picked is not None:
         through_T, reached_T = chosen.lse_gradient(*picked)
         lse_grad_T = through_T if lse_grad_T is None else lse_grad_T + through_T

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -36,8 +37,13 @@ class RowOrder:
         return math.prod(self.shape)
 
     def flatten(self, per_token: Tensor) -> Tensor:
-        """[...] to [T]; a view where the strides allow it."""
-        return per_token.permute(self.dims).reshape(-1)
+        """[..., *rest] to [T, *rest]; a view where the strides allow it."""
+        rest = range(len(self.dims), per_token.dim())
+        return per_token.permute((*self.dims, *rest)).reshape(self.rows, *per_token.shape[len(self.dims) :])
+
+    def flatten_some(self, per_token: Tensor | None) -> Tensor | None:
+        """The same where there is any."""
+        return None if per_token is None else self.flatten(per_token)
 
     def unflatten(self, rows: Tensor) -> Tensor:
         """[T, *rest] to [..., *rest]: always a view."""
@@ -45,6 +51,11 @@ class RowOrder:
         back = [self.dims.index(d) for d in range(len(self.dims))]
         rest = range(len(lead), len(lead) + rows.dim() - 1)
         return rows.view([*lead, *rows.shape[1:]]).permute([*back, *rest])
+
+    def output(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """[T, *rest] as a new contiguous [..., *rest]: memory that callers may write to."""
+        out = torch.empty((*self.shape, *rows.shape[1:]), dtype=dtype, device=rows.device)
+        return out.copy_(self.unflatten(rows))
 
     def blocks(self, logits: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (first row, [rows, V] view): one block where memory allows it, else several."""

@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_pgloss.errors import UnsupportedError
-
+from .inputs import check_backward
 from .merge import Merged, gather_stats, merge_gathered
 from .order import RowOrder
 from .rows import join_lse, maths_dtype, put_one_per_row
@@ -39,7 +38,8 @@ class ReferenceJob(NamedTuple):
     entropy: bool
     lse: bool
     reuse_logits: bool
-    chunk_elements: int
+    step: int
+    """Rows per chunk."""
 
 
 class _Whole(NamedTuple):
@@ -61,67 +61,38 @@ class GivenBoth(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
         """Measure both and merge; keep what backward needs."""
         order = job.order
-        target_T, tau_T = order.flatten(targets), _flat_tau(inverse_tau, job)
+        target_T, tau_T = order.flatten(targets), job.order.flatten_some(inverse_tau)
         stats_TC = _measure(logits, ref_logits, target_T - job.shard.start, tau_T, job)
         whole = _merge(stats_TC, target_T, job.shard)
         ctx.save_for_backward(logits, ref_logits, targets.clone(), inverse_tau, *whole)
         ctx.set_materialize_grads(False)
         ctx.job, ctx.spent = job, False
 
-        def shaped(value_T: Tensor) -> Tensor:
-            out = torch.empty(order.shape, dtype=maths_dtype(logits), device=logits.device)
-            return out.copy_(order.unflatten(value_T))
-
+        dtype = maths_dtype(logits)
         return (
-            shaped(whole.logprob),
-            shaped(whole.entropy) if job.entropy else None,
-            shaped(whole.lse) if job.lse else None,
-            shaped(whole.kl),
+            order.output(whole.logprob, dtype),
+            order.output(whole.entropy, dtype) if job.entropy else None,
+            order.output(whole.lse, dtype) if job.lse else None,
+            order.output(whole.kl, dtype),
         )
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradient of the policy's logits; no collective. The reference is a constant."""
         job: ReferenceJob = ctx.job
-        if torch.is_grad_enabled() or ctx.spent:
-            raise UnsupportedError(
-                "token_logprobs(ref_logits=) has first derivatives only"
-                if torch.is_grad_enabled()
-                else "second backward through token_logprobs(reuse_logits=True): its gradient lies over the logits",
-                fix="call backward once, without create_graph",
-            )
+        check_backward(ctx.spent)
         logits, ref_logits, targets, inverse_tau, *saved = ctx.saved_tensors
         ctx.spent = job.reuse_logits
         whole = _Whole(*saved)
         grads = [torch.zeros_like(whole.lse) if g is None else job.order.flatten(g).double() for g in upstream]
         target_T = job.order.flatten(targets) - job.shard.start
-        out = _gradient(logits, ref_logits, target_T, _flat_tau(inverse_tau, job), grads, whole, job)
+        out = _gradient(logits, ref_logits, target_T, job.order.flatten_some(inverse_tau), grads, whole, job)
         return out, None, None, None, None
-
-
-def _flat_tau(inverse_tau: Tensor | None, job: ReferenceJob) -> Tensor | None:
-    return None if inverse_tau is None else job.order.flatten(inverse_tau)
-
-
-def _reference_rows(ref_logits: Tensor, job: ReferenceJob) -> Tensor:
-    """[T, Vl] in the order of the logits' rows; a view where the strides allow it."""
-    return ref_logits.permute(*job.order.dims, -1).reshape(-1, ref_logits.size(-1))
 
 
 def _scaled(z_RV: Tensor, tau_R: Tensor | None, dtype: torch.dtype) -> Tensor:
     wide_RV = z_RV.to(dtype)
     return wide_RV if tau_R is None else wide_RV * tau_R[:, None].to(dtype)
-
-
-def _chunks(job: ReferenceJob, logits: Tensor) -> list[tuple[Tensor, slice]]:
-    """(logits of a block, rows of the block's chunk) with the rows' place in all rows."""
-    step = max(1, job.chunk_elements // max(job.shard.width, 1))
-    found = []
-    for first, z_RV in job.order.blocks(logits):
-        for start in range(0, z_RV.size(0), step):
-            part = slice(start, min(start + step, z_RV.size(0)))
-            found.append((z_RV[part], slice(first + part.start, first + part.stop)))
-    return found
 
 
 def _measure(logits: Tensor, ref_logits: Tensor, target_T: Tensor, tau_T: Tensor | None, job: ReferenceJob) -> Tensor:
@@ -132,8 +103,8 @@ def _measure(logits: Tensor, ref_logits: Tensor, target_T: Tensor, tau_T: Tensor
         stats_TC[:, 0] = stats_TC[:, 3] = -math.inf
         return stats_TC
     column_T1 = target_T.clamp(0, width - 1)[:, None]
-    ref_TV = _reference_rows(ref_logits, job)
-    for z_RV, rows in _chunks(job, logits):
+    ref_TV = job.order.flatten(ref_logits)
+    for rows, z_RV in job.order.chunks(logits, job.step):
         tau_R = None if tau_T is None else tau_T[rows]
         u_RV = _scaled(z_RV[:, :width], tau_R, dtype)
         w_RV = _scaled(ref_TV[rows, :width], tau_R, dtype)
@@ -188,9 +159,9 @@ def _gradient(
     live_T = (g_T != 0) | (h_T != 0) | (l_T != 0) | (k_T != 0)
     inside_T = (target_T >= 0) & (target_T < width)
     column_T1 = target_T.clamp(0, max(width - 1, 0))[:, None]
-    ref_TV = _reference_rows(ref_logits, job)
+    ref_TV = job.order.flatten(ref_logits)
     flat_TV = None if job.reuse_logits else logits.new_empty(job.order.rows, logits.size(-1))
-    for z_RV, rows in _chunks(job, logits.detach()):
+    for rows, z_RV in job.order.chunks(logits.detach(), job.step):
         out_RV = z_RV if flat_TV is None else flat_TV[rows]
         out_RV[:, width:].zero_()
         if not width:

@@ -87,12 +87,18 @@ class FusedHead:
     Raises:
         SpecError: ``forward`` for an objective that reads other tokens of a unit or a value head; any mode for an exact
             KL, which reads the logits of two models.
-        UnsupportedError: a head that is not a plain `ColumnParallelLinear`, has a bias, or defers its weight gradient.
+        UnsupportedError: a spec with kept sets or a teacher's ids; a head that is not a plain `ColumnParallelLinear`,
+            has a bias, or defers its weight gradient.
     """
 
     def __init__(
         self, mode: HeadMode, bare: list[Any], layout: Layout, spec: LossSpec, vocab_size: int | None, memory: int
     ) -> None:
+        if spec.kept is not None:
+            raise UnsupportedError(
+                f"head={mode!r} with kept sets: logits of the whole vocabulary choose a set, and this head keeps none",
+                fix="head='given', or kept=None in the spec",
+            )
         if spec.chosen is not None:
             raise UnsupportedError(
                 "a fused head has no log-probs at a teacher's ids", got=f"a spec that reads {spec.chosen!r}",
@@ -182,17 +188,11 @@ def make_head(
 
     Raises:
         SpecError: an unknown mode.
-        UnsupportedError: a fused head for a spec with kept sets.
     """
     if mode not in HEAD_MODES:
         raise SpecError(f"head={mode!r}", expected=" | ".join(HEAD_MODES))
     if mode == "given":
         return GivenLogits(layout, vocab_size, reuse, spec.kept)
-    if spec.kept is not None:
-        raise UnsupportedError(
-            f"head={mode!r} with kept sets: logits of the whole vocabulary choose a set, and this head keeps none",
-            fix="head='given', or kept=None in the spec",
-        )
     return FusedHead(mode, bare, layout, spec, vocab_size, memory)
 
 

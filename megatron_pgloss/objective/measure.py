@@ -84,16 +84,13 @@ def measure(
         bad_N: bool [N]: where the term or what it reads was not finite.
     """
     with torch.no_grad():
-        over = Over(x.members)
-        found: dict[str, Metric] = {
-            "loss": Metric.sum(worth),
-            **_faults(bad_N, micro),
-        }
+        over = Among(x.members)
+        found: dict[str, Metric] = {"loss": Metric.sum(worth), **_faults(bad_N, micro)}
         if isinstance(part, PolicyGradient):
             found |= _policy(part, x, over, seen)
             if x.outside is not None:
                 found["kept_fraction"] = over.mean(torch.ones_like(x.logp) if x.kept is None else x.kept)
-                found["outside"] = Over(x.members | x.outside).share(x.outside)
+                found["outside"] = Among(x.members | x.outside).share(x.outside)
         for kind, taken_N in seen.late.gated.items():
             found[f"gate_{kind}"] = over.mean(taken_N)
         if any(rule.weighs for late in (False, True) for rule in spec.corrections_on(part, late=late)):
@@ -108,7 +105,7 @@ def measure(
             found["kl"] = over.mean(seen.term_N)
         if isinstance(part, TopKDistill):
             there_Nk = x.wide(part.ids) >= 0
-            taught = Over(x.members & there_Nk.any(1))
+            taught = Among(x.members & there_Nk.any(1))
             found["divergence"] = taught.mean(seen.term_N)
             found["teacher_mass"] = taught.mean(log_mass(x.wide(part.logprobs), there_Nk).exp())
             found["policy_mass"] = taught.mean(log_mass(x.chosen, there_Nk).exp())
@@ -125,7 +122,7 @@ def _has_ratio(part: PolicyGradient) -> bool:
     return "old" in part.reads
 
 
-class Over:
+class Among:
     """Reductions over one set of tokens, bool [N]; its number is counted once."""
 
     def __init__(self, mask_N: Tensor) -> None:
@@ -182,7 +179,7 @@ def _faults(bad_N: Tensor, micro: MicroBatch) -> dict[str, Metric]:
     return {"fault": Metric("sum", number), "fault_at": Metric("min", torch.where(number > 0, first, never))}
 
 
-def _policy(part: PolicyGradient, x: Streams, over: Over, seen: Seen) -> dict[str, Metric]:
+def _policy(part: PolicyGradient, x: Streams, over: Among, seen: Seen) -> dict[str, Metric]:
     found: dict[str, Metric] = {}
     if _has_ratio(part):
         found |= _ratio(x, over)
@@ -206,7 +203,7 @@ def _weights(part: Component, x: Streams, late: Late, micro: MicroBatch) -> dict
     """Importance weights of the plan and of the loss, over the members before any rejection."""
     before, cut = micro.stream(f"before/{part.name}"), micro.stream(f"is_truncated/{part.name}")
     weight = micro.stream(f"is_weight/{part.name}")
-    over = Over(x.members if before is None else before.reshape(-1))
+    over = Among(x.members if before is None else before.reshape(-1))
     weight_N = torch.ones_like(x.logp, dtype=torch.float64) if weight is None else weight.reshape(-1).double()
     cut_N = torch.zeros_like(x.members) if cut is None else cut.reshape(-1)
     if late.weight_N is not None:
@@ -216,7 +213,7 @@ def _weights(part: Component, x: Streams, late: Late, micro: MicroBatch) -> dict
     return {"is_weight": over.mean(weight_N), "is_truncated": over.share(cut_N)}
 
 
-def _ratio(x: Streams, over: Over) -> dict[str, Metric]:
+def _ratio(x: Streams, over: Among) -> dict[str, Metric]:
     raw_N = x.raw_log_ratio
     ratio_N = raw_N.double().exp()  # in float32 it would overflow long before it is of no interest
     return {

@@ -99,14 +99,10 @@ def token_table(
         "targets": batch.targets_T,
         "turn": found.index["turn"],
         "action": batch.action_T,
-        **{
-            name: stream_T.to(dtype) if stream_T.is_floating_point() else stream_T
-            for name, stream_T in batch.streams.items()
-            if name != "temperature"
-        },
-        **{name: T.to(dtype) if T.is_floating_point() else T for name, T in local.constants.items()},
     }
-    table |= {name: T.to(dtype) if T.is_floating_point() else T for name, T in kept.at_actions(batch).items()}
+    for name, stream_T in (batch.streams | kept.at_actions(batch) | local.constants).items():
+        if name != "temperature":
+            table[name] = stream_T.to(dtype) if stream_T.is_floating_point() else stream_T
     if "temperature" in batch.streams:
         # Nobody trains on the other tokens, and what a sampler reports there may be 0.
         scored_T = batch.action_T | batch.target_T

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -117,26 +118,25 @@ def component_set(
     base_T = base(batch, component)
     fault_T = _tokens_ended(batch, Termination.FAULT)
     kept_T = base_T & ~fault_T
-    dropped = [int(base_T.count_nonzero() - kept_T.count_nonzero())]
+    left = [int(base_T.count_nonzero()), int(kept_T.count_nonzero())]
     for mask in spec.masks:
-        before = int(kept_T.count_nonzero())
         if acts_on(mask, component):
             kept_T = kept_T & ~_taken(batch, mask)
-        dropped.append(before - int(kept_T.count_nonzero()))
+        left.append(int(kept_T.count_nonzero()))
     if spec.kept is not None and spec.kept.outside == "drop":
-        before, gone_T = int(kept_T.count_nonzero()), kept.leaving(batch, spec, component)
+        gone_T = kept.leaving(batch, spec, component)
         kept_T = kept_T if gone_T is None else kept_T & ~gone_T
-        dropped.append(before - int(kept_T.count_nonzero()))
+        left.append(int(kept_T.count_nonzero()))
     before_T, count_T = kept_T, _counted(batch, component, kept_T, fault_T)
     weight_T, clipped_T = torch.ones_like(before_T, dtype=torch.float64), torch.zeros_like(before_T)
     weighs = False
     for rule, verdict in zip(spec.corrections, verdicts, strict=True):
         if verdict is None:
             continue
-        before, acting = int(kept_T.count_nonzero()), acts_on(rule, component)
+        acting = acts_on(rule, component)
         if verdict.kept_T is not None:
             kept_T = kept_T & verdict.kept_T if acting else kept_T
-            dropped.append(before - int(kept_T.count_nonzero()))
+            left.append(int(kept_T.count_nonzero()))
         if acting and verdict.weight_T is not None:
             weight_T, weighs = weight_T * verdict.weight_T, True
         if acting and verdict.clipped_T is not None:
@@ -156,7 +156,7 @@ def component_set(
         component=component, base_T=base_T, before_T=before_T, member_T=kept_T, count_T=count_T, factor_T=factor_T,
         user_T=user_T, is_weight_T=weight_T, clipped_T=clipped_T & before_T,
         means=tuple(_mean(batch, component, spec, verdicts, i, kept_T) for i in normalized(spec)),
-        dropped=tuple(dropped),
+        dropped=tuple(before - after for before, after in pairwise(left)),
     )  # fmt: skip
 
 
