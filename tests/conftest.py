@@ -1,9 +1,15 @@
-"""What holds for every test: one thread a process, the gpu marker, hypothesis without deadlines."""
+"""What holds for every test: what is run and in which order, one thread a process, worlds started side by side."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 # Before anything imports torch: ranks share few cores, and sums must not depend on thread counts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,12 +24,52 @@ if importlib.util.find_spec("hypothesis"):  # a bare GPU machine runs tests/test
     settings.load_profile("pgloss")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Docs last, and tests marked ``gpu`` skipped where there is no CUDA device.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Which tests, and in which order."""
+    group = parser.getgroup("megatron_pgloss")
+    group.addoption("--exhaustive", action="store_true", help="whole products of layouts, specs and dtypes, not covers")
+    group.addoption("--lines", metavar="FILE", help="write which lines of the package each test runs (Python 3.12)")
+    group.addoption("--shuffle", type=int, metavar="SEED", help="files in a random order, and the tests in each")
 
-    Two pages run Megatron-Core in this process, which patches ``torch.cuda`` for good: nothing else should come after.
-    """
-    items.sort(key=lambda item: item.path.name.startswith("test_docs"))
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before test files are imported: what they list depends on it (`support.cover`)."""
+    if config.getoption("--exhaustive"):
+        os.environ["PGLOSS_EXHAUSTIVE"] = "1"
+    if config.getoption("--lines"):
+        os.environ["PGLOSS_LINES"] = "1"
+    shelf = tempfile.TemporaryDirectory(prefix="pgloss-shelf-")
+    os.environ["PGLOSS_SHELF"] = shelf.name
+    config.add_cleanup(shelf.cleanup)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only an exhaustive run visits and what needs a GPU; put tests that wait for worlds last."""
+    from support.worlds import worlds_of
+
+    if not config.getoption("--exhaustive"):
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+    seed = config.getoption("--shuffle")
+    if seed is not None:
+        _shuffle(items, seed)
+    for item in items:
+        if waits := worlds_of([item]):
+            # Each world has a deadline of its own, from when it starts; it may have to wait for seats.
+            item.add_marker(pytest.mark.timeout(600 + sum(world.timeout for world in waits)))
+    items.sort(key=lambda item: bool(worlds_of([item])))
+    _skip_without_gpu(items)
+
+
+def _shuffle(items: list[pytest.Item], seed: int) -> None:
+    dice = random.Random(seed)
+    files = sorted({item.path for item in items})
+    place = {path: dice.random() for path in files}
+    items.sort(key=lambda item: (place[item.path], dice.random()))
+
+
+def _skip_without_gpu(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -35,6 +81,54 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+# ---- worlds run beside the tests of one process --------------------------------------------------------------------
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the worlds that tests will wait for."""
+    from support import lines
+    from support.worlds import RUN, worlds_of
+
+    gc.collect()
+    gc.freeze()  # nothing collected so far will be garbage: not to be looked through again in five thousand tests
+    if not session.config.option.collectonly and RUN.method == "forkserver":
+        for world in worlds_of(session.items):
+            RUN.submit(world)
+        RUN.pump()
+    if found := lines.recorder():
+        session.config.stash[_LINES] = lines.Map(found)
+
+
+_LINES = pytest.StashKey[Any]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Collect worlds that ended while a test ran, and start the next ones; note the lines that it ran, if asked to."""
+    from support.worlds import RUN, worlds_of
+
+    lines = item.config.stash.get(_LINES, None)
+    if lines is not None:
+        lines.begin()
+    result = yield
+    RUN.pump()
+    if lines is not None:
+        lines.end(item.nodeid, [*worlds_of([item]), *RUN.direct])
+    RUN.direct.clear()
+    return result
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """No world outlives the run."""
+    from support.worlds import RUN
+
+    RUN.close()
+    if lines := session.config.stash.get(_LINES, None):
+        lines.write(Path(session.config.getoption("--lines")))
+
+
+# ---- what is printed at the end ------------------------------------------------------------------------------------
+
 _TABLE = pytest.StashKey[list[str]]()
 
 
@@ -45,9 +139,16 @@ def table(pytestconfig: pytest.Config) -> list[str]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print what the tests put into ``table``."""
-    lines = config.stash.get(_TABLE, [])
-    if lines:
-        terminalreporter.section("measured")
-        for line in lines:
-            terminalreporter.write_line(line)
+    """Print what the tests put into ``table``, what was covered, and what the worlds took."""
+    from support import cover
+    from support.worlds import RUN
+
+    for title, lines in (
+        ("measured", config.stash.get(_TABLE, [])),
+        ("covered", cover.NOTES),
+        ("worlds", RUN.summary()),
+    ):
+        if lines:
+            terminalreporter.section(title)
+            for line in lines:
+                terminalreporter.write_line(line)

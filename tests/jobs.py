@@ -5,11 +5,14 @@ from __future__ import annotations
 from megatron_pgloss.verify.batches import batch_of, batches_of, rows_of_step, share
 from megatron_pgloss.verify.compare import worst
 from megatron_pgloss.verify.drive import build, one_step, run_schedule
-from megatron_pgloss.verify.judge import oracle_answer, oracle_model
+from megatron_pgloss.verify.judge import oracle_model
 from megatron_pgloss.verify.layout import Layout as Job
 from megatron_pgloss.verify.rows import VOCAB, WIDTH
+from support.shelf import answer as oracle_answer
+from support.shelf import judge_of
 
 __all__ = [
-    "VOCAB", "WIDTH", "Job", "batch_of", "batches_of", "build", "one_step", "oracle_answer", "oracle_model",
+    "VOCAB", "WIDTH", "Job", "batch_of", "batches_of", "build", "judge_of", "one_step", "oracle_answer",
+    "oracle_model",
     "rows_of_step", "run_schedule", "share", "worst",
 ]  # fmt: skip

@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import warnings
-from itertools import combinations
+from collections.abc import Iterable
 from typing import Any
 
 from megatron_pgloss.verify.drive import leave
 from megatron_pgloss.verify.layout import Layout
 from megatron_pgloss.verify.specs import rich, shaping
+from support.cover import pairs, visited
+from support.shelf import judge_of
 
 __all__ = [
     "DISTOPT",
     "OVERLAP",
     "SP",
     "TIED",
+    "axes",
     "features",
     "leave",
     "quiet",
-    "representative",
     "rich",
     "shaping",
     "tour",
+    "visits",
 ]
 
 SP = dict(sequence_parallel=True)
 DISTOPT = dict(distributed_optimizer=True)
 OVERLAP = dict(overlap_grad_reduce=True, bucket_size=2000)
 TIED = dict(tied=True)
+TRIPLES = [("tp", "pp", "cp")]
+OVER_UNITS = ("rich", "sequence", "turn")
+"""Specs with a statistic over a unit whose tokens may lie on several ranks."""
 
 
 def quiet() -> None:
@@ -35,10 +41,14 @@ def quiet() -> None:
     warnings.simplefilter("ignore")
 
 
+def axes(layout: Layout) -> set[str]:
+    """The parallel dimensions above one, and the modes."""
+    found = {axis for axis in ("tp", "pp", "vpp", "cp", "ep", "dp") if (getattr(layout, axis) or 1) > 1}
+    return found | {mode for mode in ("sp", "per_token", "distributed_optimizer", "packed") if getattr(layout, mode)}
+
+
 def features(layout: Layout) -> set[Any]:
-    """What a layout shows: sizes, flags, and every pair of axes that it has together."""
-    axes = {axis for axis in ("tp", "pp", "vpp", "cp", "ep", "dp") if (getattr(layout, axis) or 1) > 1}
-    modes = {flag for flag in ("sp", "per_token", "distributed_optimizer", "packed") if getattr(layout, flag)}
+    """What a layout shows: sizes, flags, every pair of axes that it has together, and tp x pp x cp."""
     flags = ("overlap", "average", "variable_lengths", "collection", "tied", "temperature", "tail", "empty_rank")
     kinds = (
         "tp",
@@ -55,36 +65,40 @@ def features(layout: Layout) -> set[Any]:
         "loss_scale",
         "experts",
     )
-    shown: set[Any] = {(name, getattr(layout, name)) for name in kinds}
-    shown |= (
-        {flag for flag in flags if getattr(layout, flag)} | axes | modes | ({"shuffle"} if layout.shuffle else set())
-    )
-    return shown | set(combinations(sorted(axes | modes), 2))
+    shown: set[Any] = {f"{name} {getattr(layout, name)}" for name in kinds}
+    shown |= {flag for flag in (*flags, "shuffle") if getattr(layout, flag)}
+    return shown | pairs(axes(layout), TRIPLES)
 
 
-def representative(table: dict[int, tuple[Layout, ...]]) -> list[Layout]:
-    """The cheap worlds whole; of the larger ones, few layouts that show all that the table shows, and three axes at
-    once.
+def visits(table: dict[int, tuple[Layout, ...]], specs: Iterable[str]) -> list[tuple[Layout, str]]:
+    """Which specs each layout is visited with: what shows every feature of every layout, every axis with every spec,
+    and packed rows under context parallelism with every spec that has a statistic of a unit.
     """
-    chosen = [*table[2], *table[1], *(layout for layout in table[8] if len(layout.model_axes) == 3)]
-    rest = [layout for world in (4, 8) for layout in table[world]]
-    left = set().union(*map(features, rest)).difference(*map(features, chosen))
-    while left:
-        best = max(rest, key=lambda layout: len(features(layout) & left) / (layout.world or 1))
-        chosen.append(best)
-        left -= features(best)
-    return chosen
+    cases = [(at, spec) for world in table for at in table[world] for spec in ([""] if at.own else specs)]
+
+    def shows(case: tuple[Layout, str]) -> set[Any]:
+        at, spec = case
+        triples = [("cp", "packed", f"spec {name}") for name in OVER_UNITS]
+        return features(at) | pairs({*axes(at), f"spec {spec}"}, triples)
+
+    def cost(case: tuple[Layout, str]) -> float:
+        return 1.0 + (case[0].world or 1)
+
+    # Everything of two processes, three axes at once, and what the tests of the harness itself read.
+    always = [case for case in cases if case[1] == "rich" and (case[0].world == 2 or len(case[0].model_axes) == 3)]
+    always += [case for case in cases if case[1] == "rich" and case[0].name in ("dp1, 1 micro-batches",)]
+    return visited("layouts x specs", cases, shows, cost=cost, always=always)
 
 
-def tour(rank: int, world: int, names: list[str] | None = None, precision: str = "float64") -> list[Any]:
-    """For `worlds.run_world`: every spec on every layout of this world, or on those of ``names``; all outcomes."""
-    from megatron_pgloss.verify.judge import PRECISIONS, Judge
+def tour(rank: int, world: int, chosen: dict[str, list[str]], precision: str = "float64") -> list[Any]:
+    """For `worlds.run_world`: layouts of this world by name, each under the specs named; all outcomes."""
+    from megatron_pgloss.verify.judge import PRECISIONS
     from megatron_pgloss.verify.layouts import LAYOUTS
     from megatron_pgloss.verify.specs import SPECS, without_edges
     from megatron_pgloss.verify.visit import visit
 
     quiet()
     kind = PRECISIONS[precision]
-    judge = Judge({name: without_edges(make()) if kind.half else make() for name, make in SPECS.items()}, kind)
-    chosen = [one for one in LAYOUTS[world] if names is None or one.name in names]
-    return [outcome for layout in chosen for outcome in visit(layout, judge)]
+    judge = judge_of({name: without_edges(make()) if kind.half else make() for name, make in SPECS.items()}, kind)
+    there = {layout.name: layout for layout in LAYOUTS[world]}
+    return [outcome for name, specs in chosen.items() for outcome in visit(there[name], judge, specs)]

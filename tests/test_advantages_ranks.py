@@ -11,7 +11,7 @@ from steps import NAN
 from test_gae import several
 
 import megatron_pgloss as pg
-from worlds import run_world
+from worlds import world_fixture
 
 pytestmark = pytest.mark.multiproc
 A = pg.advantages
@@ -86,8 +86,11 @@ def world(rank: int, size: int) -> dict[str, Any]:
     }
 
 
-def test_two_ranks_find_what_one_process_finds_and_fail_alike() -> None:
-    first, second = run_world(world, 2)
+everyone = world_fixture(world, 2)
+
+
+def test_two_ranks_find_what_one_process_finds_and_fail_alike(everyone: Any) -> None:
+    first, second = everyone
     assert first["differ"] == second["differ"] == []
     for name, words in {
         "nan": ("DataError", "not finite", "rank 1, sample 'w'"),

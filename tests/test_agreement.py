@@ -22,7 +22,7 @@ import torch.distributed as dist
 from faulty import GUILTY, dealt, outcome, padded, plan_faults
 
 import megatron_pgloss as pg
-from worlds import run_world
+from worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 LIMIT = 20.0
@@ -123,9 +123,7 @@ def all_faults(rank: int, world: int) -> dict[str, tuple[str, str, float]]:
     return found | replicas(rank, world) | {"places": (faulty.action_place(padded(dealt(GUILTY, world))), "", 0.0)}
 
 
-@pytest.fixture(scope="module")
-def faults() -> list[dict[str, tuple[str, str, float]]]:
-    return run_world(all_faults, 4, timeout=150)
+faults = world_fixture(all_faults, 4)
 
 
 def agreed(faults: Any, name: str) -> tuple[str, str]:

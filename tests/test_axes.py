@@ -203,7 +203,7 @@ def sharded(rank: int, world: int, wholes: dict[str, tuple[float, Tensor]]) -> d
 def test_every_choice_gives_one_answer_on_context_parallel_shards() -> None:
     answers = {name: solve(given(), spec, LOGP) for name, spec in choices().items()}
     wholes = {name: (answer.loss, answer.grad_T) for name, answer in answers.items()}
-    for by_choice in run_world(sharded, 2, wholes, timeout=200):
+    for by_choice in run_world(sharded, 2, wholes):
         assert len(by_choice) == 2 * len(wholes)
         for name, (loss, gradient) in by_choice.items():
             assert loss < 1e-11 and gradient < 1e-11, name

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from steps import near, pictured
 
 import megatron_pgloss as pg
-from worlds import run_world
+from worlds import world_fixture
 
 pytestmark = pytest.mark.multiproc
 
@@ -54,9 +54,7 @@ def world(rank: int, size: int) -> dict[Any, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[Any, Any]]:
-    return run_world(world, 4)
+found = world_fixture(world, 4)
 
 
 def test_token_weights_are_those_of_the_whole_step(found: list[dict[Any, Any]]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jobs
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from jobs import Job
 
 import megatron_pgloss as pg
-from worlds import run_world
+from worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 NAMES = [
@@ -153,7 +153,7 @@ def visit(case: Case, rows: list[Any]) -> dict[str, Any]:
 
     from megatron_pgloss import megatron as pgm
 
-    chunks, at = jobs.build(case.job)
+    chunks, at = jobs.build(replace(case.job, layers=2))
     groups = {"tp": ps.get_tensor_model_parallel_group(), "cp": ps.get_context_parallel_group()}
     groups["dp"] = ps.get_data_parallel_group(with_context_parallel=False)
     groups["pp"] = ps.get_pipeline_model_parallel_group()
@@ -183,9 +183,7 @@ def tour(rank: int, world: int) -> dict[str, Any]:
     return {name: visit(case, rows) for name, case in CASES.items()}
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_world(tour, 4, timeout=200)
+found = world_fixture(tour, 4)
 
 
 @pytest.mark.parametrize("name", CASES)

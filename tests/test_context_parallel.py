@@ -18,7 +18,7 @@ from jobs import Job
 import megatron_pgloss as pg
 from megatron_pgloss.megatron.context_parallel import shard, zigzag
 from megatron_pgloss.planning import Arrangement
-from worlds import run_world
+from worlds import world_fixture
 
 IGN = -100
 PACKED = pg.Split(max_tokens=32)
@@ -190,9 +190,7 @@ def against_megatron() -> list[bool]:
     return same
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_world(visit, 4, timeout=120)
+found = world_fixture(visit, 4)
 
 
 @pytest.mark.multiproc

@@ -14,7 +14,7 @@ from steps import refused
 from torch import Tensor
 
 import megatron_pgloss as pg
-from worlds import run_world
+from worlds import world_fixture
 
 T, V = 13, 29
 G = torch.linspace(-1, 1, T, dtype=torch.float64)
@@ -128,9 +128,12 @@ def _parallel(rank: int, world: int) -> list[float]:
     return [*errors, float((got[2] - grad).abs().max())]
 
 
+everyone = world_fixture(_parallel, 4)
+
+
 @pytest.mark.multiproc
-def test_tensor_parallel_with_a_shard_of_padding() -> None:
-    for errors in run_world(_parallel, 4, timeout=60):
+def test_tensor_parallel_with_a_shard_of_padding(everyone: Any) -> None:
+    for errors in everyone:
         assert max(errors) < 1e-12, errors
 
 

@@ -218,6 +218,6 @@ def _parallel(rank: int, world: int) -> list[tuple[str, list[float]]]:
 @pytest.mark.multiproc
 @pytest.mark.parametrize("world", [2, 4])
 def test_tensor_parallel(world: int) -> None:
-    for table in run_world(_parallel, world, timeout=100):
+    for table in run_world(_parallel, world):
         for name, errors in table:
             assert max(errors) < 1e-12, (name, errors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jobs
 import layouts
 import pytest
 import torch
@@ -14,12 +15,11 @@ from megatron_pgloss.planning import Split
 from megatron_pgloss.verify.batches import batches_of
 from megatron_pgloss.verify.compare import worst
 from megatron_pgloss.verify.drive import build, leave, make_step, run_schedule
-from megatron_pgloss.verify.judge import Judge
 from megatron_pgloss.verify.layout import Layout
 from megatron_pgloss.verify.layouts import since
 from megatron_pgloss.verify.reshard import full_gradients
 from megatron_pgloss.verify.visit import visit
-from worlds import run_world
+from worlds import world_fixture
 
 MODES = ("keep", "recompute", "forward", "auto")
 THD = Split(max_tokens=80)
@@ -41,7 +41,7 @@ WHERE: list[dict[str, Any]] = [
 def tour(rank: int, world: int) -> list[tuple[str, float, float]]:
     """Layout by layout: two of the modes, two specs by turns."""
     quiet()
-    judge, seen = Judge({"rich": layouts.rich, "dapo": lambda: pg.presets.dapo(entropy=0.01)}), []
+    judge, seen = jobs.judge_of({"rich": layouts.rich, "dapo": lambda: pg.presets.dapo(entropy=0.01)}), []
     for number, fields in enumerate(WHERE):
         for turn in (number, number + 1 + number // 4 % 2):
             mode = MODES[turn % 4]
@@ -55,10 +55,13 @@ def tour(rank: int, world: int) -> list[tuple[str, float, float]]:
     return seen
 
 
+toured = world_fixture(tour, 4)
+
+
 @pytest.mark.multiproc
 @pytest.mark.slow
-def test_gradients_equal_the_oracles(table: list[str]) -> None:
-    found = run_world(tour, 4, timeout=280)[0]
+def test_gradients_equal_the_oracles(toured: Any, table: list[str]) -> None:
+    found = toured[0]
     one = max(found, key=lambda row: max(row[1:]))
     table.append(f"fused head, {len(found)} steps on {len(WHERE)} layouts: worst {max(one[1:]):.1e} ({one[0]})")
     assert max(one[1:]) < 1e-10, one
@@ -72,7 +75,7 @@ def _half(rank: int, world: int) -> dict[str, Any]:
     quiet()
     layout = Layout(tp=2, sp=True, overlap=True, loss_scale=2.0**16, layers=2, model=dict(dtype=torch.float16))
     spec = pg.presets.dapo()
-    judge = Judge({"dapo": spec})
+    judge = jobs.judge_of({"dapo": spec})
     judge.prepare(layout.data)
     scaled = {key: grad * layout.loss_scale for key, grad in judge.answer(layout.data, "dapo")[1].items()}
     chunks, where = build(layout)
@@ -107,10 +110,13 @@ def _evaluate(step: Any, chunks: list[Any]) -> Any:
     )  # fmt: skip
 
 
+everyone = world_fixture(_half, 4)
+
+
 @pytest.mark.multiproc
-def test_half_precision_loss_scale_evaluation_and_scores() -> None:
+def test_half_precision_loss_scale_evaluation_and_scores(everyone: Any) -> None:
     """As good as from given logits, no gradient lost to float16's range, and an evaluation leaves no trace."""
-    for found in run_world(_half, 4, timeout=200):
+    for found in everyone:
         plain = found["given"]
         assert plain["error"] < 0.05
         for mode in MODES:

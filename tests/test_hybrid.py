@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+import jobs
 import layouts
 import pytest
 from jobs import Job
 
 import megatron_pgloss as pg
-from worlds import run_world
+from worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(600)]
 THERE = importlib.util.find_spec("megatron.core.models.hybrid") is not None
@@ -29,17 +30,19 @@ JOBS = {
 
 
 def tour(rank: int, world: int) -> dict[str, Any]:
-    from megatron_pgloss.verify.judge import Judge
     from megatron_pgloss.verify.visit import visit
 
     layouts.quiet()
-    judge = Judge({"rich": layouts.rich()})
+    judge = jobs.judge_of({"rich": layouts.rich()})
     return {name: visit(job, judge) for name, job in JOBS.items()}
 
 
+everyone = world_fixture(tour, 4)
+
+
 @pytest.fixture(scope="module")
-def found(table: list[str]) -> list[dict[str, Any]]:
-    results = run_world(tour, 4, timeout=500)
+def found(everyone: Any, table: list[str]) -> list[dict[str, Any]]:
+    results = everyone
     for name, (seen,) in results[0].items():
         table.append(f"HybridModel, {name}: loss {seen.loss_error:.0e}, gradient {seen.gradient_error:.0e}")
     return results

@@ -18,7 +18,7 @@ from megatron_pgloss.logprobs.order import RowOrder
 from megatron_pgloss.logprobs.radix import Rows, floats, keys
 from megatron_pgloss.logprobs.shard import VocabShard
 from megatron_pgloss.terms.kept import Kept
-from worlds import run_world
+from worlds import world_fixture
 
 T, V = 48, 64
 INF = float("inf")
@@ -339,9 +339,7 @@ SEARCHES = {
 """Searches, each of as many all-reduces as a logit has bytes, and whether the maximum is needed."""
 
 
-@pytest.fixture(scope="module")
-def shards() -> list[dict[int, dict[str, Any]]]:
-    return run_world(_parallel, 4)
+shards = world_fixture(_parallel, 4)
 
 
 @pytest.mark.multiproc

@@ -276,7 +276,7 @@ def child(rank: int, world: int, backend: str) -> dict[Any, Any]:
 
 @pytest.mark.multiproc
 def test_two_and_four_shards_equal_the_dense_computation_with_equal_bits(backend: str) -> None:
-    brought = run_world(child, 2 if backend == "compiled" else 4, backend, timeout=280)
+    brought = run_world(child, 2 if backend == "compiled" else 4, backend)
     for size, name in brought[0]:
         case = over_shards(backend)[name]
         lp, entropy, grad = expected(case)

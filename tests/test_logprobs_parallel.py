@@ -14,7 +14,7 @@ import torch.distributed as dist
 from logprob_cases import Case, assert_one_rounding, cases, dense
 
 from megatron_pgloss import LayoutError, token_logprobs
-from worlds import run_world
+from worlds import world_fixture
 
 SIZES = [1, 2, 4]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -156,9 +156,7 @@ def child(rank: int, world: int) -> dict[int, Any]:
     return out
 
 
-@pytest.fixture(scope="module")
-def brought() -> list[dict[int, Any]]:
-    return run_world(child, 4, timeout=120)
+brought = world_fixture(child, 4)
 
 
 @pytest.fixture(params=SIZES, ids=lambda n: f"tp{n}")

@@ -21,7 +21,7 @@ from megatron_cpu_checks import (
     torch_is_untouched,
 )
 
-from worlds import run_world
+from worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
@@ -45,9 +45,7 @@ def _all_checks(rank: int, world: int) -> dict[str, Any]:
     return {check.__name__: check(rank) for check in CHECKS}
 
 
-@pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
-    return run_world(_all_checks, 2, timeout=300)
+results = world_fixture(_all_checks, 2)
 
 
 # (check, largest value allowed). float64 models are compared to rounding; float32 training and bf16 to their own.

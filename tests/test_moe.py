@@ -17,7 +17,7 @@ from jobs import Job
 from layouts import SP
 
 import megatron_pgloss as pg
-from worlds import run_world
+from worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 EXPERTS = dict(experts=4, topk=2)
@@ -66,9 +66,12 @@ def tour(rank: int, world: int) -> dict[str, Any]:
     return found | {"refused": refused(rows)}
 
 
+everyone = world_fixture(tour, 4)
+
+
 @pytest.fixture(scope="module")
-def found(table: list[str]) -> list[dict[str, Any]]:
-    results = run_world(tour, 4, timeout=250)
+def found(everyone: Any, table: list[str]) -> list[dict[str, Any]]:
+    results = everyone
     for name in JOBS:
         loss, gradient, parameter = results[0][name]
         table.append(f"experts, {name}: loss {loss:.0e}, gradient {gradient:.0e}, {parameter}")

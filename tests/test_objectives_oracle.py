@@ -6,6 +6,7 @@ kind means is written down once more in megatron_pgloss/verify/oracle*.py, token
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from objectives import CORRECTIONS, FORMS, GATES, PAIRS, RATIOS, SURROGATES, ans
 from torch import Tensor
 
 import megatron_pgloss as pg
+from support.cover import paired, pairs, visited
 
 TOLERANCE = 1e-12
 KEEP = pg.UserMask(name="keep")
@@ -45,21 +47,41 @@ def agree(spec: pg.LossSpec) -> Any:
     return mine
 
 
-@pytest.mark.parametrize(("surrogate", "ratio"), PAIRS)
+def trained(case: tuple[str, str]) -> set[Any]:
+    """Every surrogate, every ratio, and every surrogate with every kind of ratio."""
+    surrogate, ratio = case
+    kind = RATIOS[ratio]
+    own = kind if isinstance(kind, str) else f"{getattr(kind, 'statistic', 'own')} {getattr(kind, 'gradient', '')}"
+    by = own if own in ("token", "none") else "a unit's, its gradient the token's" if "token" in own else "a unit's"
+    return {f"surrogate {surrogate}", f"ratio {ratio}", (surrogate, by)}
+
+
+@pytest.mark.parametrize(("surrogate", "ratio"), visited("surrogates x ratios", PAIRS, trained))
 def test_every_surrogate_of_every_ratio(surrogate: str, ratio: str) -> None:
     part = rl(surrogate=SURROGATES[surrogate], ratio=RATIOS[ratio])
     assert float(agree(pg.LossSpec(components=[part], masks=[KEEP])).grad_T.abs().max()) > 1e-6
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("old", ["given", "rollout", "policy"])
+def formed(case: tuple[str, str]) -> set[Any]:
+    """Every two of estimator, gradient, target, base and source of old."""
+    return pairs([*FORM_PARTS[case[0]], f"old {case[1]}"])
+
+
+FORM_PARTS = {
+    name: (kl.estimator, f"gradient {kl.gradient}", f"to {kl.to}", f"of {kl.base}") for name, kl in FORMS.items()
+}
+SOURCES = ["given", "rollout", "policy"]
+
+
+@pytest.mark.parametrize(("form", "old"), visited("forms of the KL x old", list(product(FORMS, SOURCES)), formed))
 def test_every_form_of_the_kl(form: str, old: str) -> None:
     agree(pg.LossSpec(components=[rl(), FORMS[form].replace(normalizer="mean(turn) > mean(token)")], old=old))
 
 
-@pytest.mark.parametrize("of", ["old", "policy"])
-@pytest.mark.parametrize("rejected", ["original", "kept"])
-@pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize(
+    ("name", "rejected", "of"),
+    paired("corrections x denominators x of", name=CORRECTIONS, rejected=["original", "kept"], of=["old", "policy"]),
+)
 def test_every_correction(name: str, rejected: str, of: str) -> None:
     rule = CORRECTIONS[name]
     if of == "policy":

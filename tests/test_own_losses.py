@@ -20,7 +20,8 @@ from jobs import Job
 from layouts import DISTOPT, SP
 
 import megatron_pgloss as pg
-from worlds import run_world
+from support.cover import pairs, visited
+from worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(600)]
 MODERN = tuple(int(part) for part in version("megatron-core").split(".")[:2]) >= (0, 19)
@@ -47,6 +48,24 @@ MTP_JOBS = {
 }
 PATHS = {False: "mean(token)", True: "mean(prompt) > mean(episode) > mean(token)"}
 """By ``calculate_per_token_loss``."""
+
+
+def cases(
+    title: str, jobs: dict[str, Job], always: list[tuple[str, bool]], flagged: set[str]
+) -> list[tuple[str, bool]]:
+    """Jobs and the flag: every two axes and modes, and those of ``flagged`` with both values of the flag."""
+
+    def shows(case: tuple[str, bool]) -> set[Any]:
+        job = jobs[case[0]]
+        modes = {"loss scale"} if job.loss_scale != 1 else {"empty rank"} if job.empty_rank else set()
+        axes = {*layouts.axes(job), *modes}
+        return pairs(axes) | pairs({*(axes & flagged), f"per token {case[1]}"})
+
+    return visited(title, [(name, flag) for name in jobs for flag in PATHS], shows, always=always)
+
+
+MOE_CASES = cases("MoE losses beside ours", MOE_JOBS, [("dp4", False), ("cp4", True)], {"tp", "pp", "cp", "ep"})
+MTP_CASES = cases("multi-token prediction beside ours", MTP_JOBS, [], {"pp"})
 
 
 @dataclass
@@ -111,20 +130,18 @@ def tour(rank: int, world: int) -> dict[str, Any]:
     rows = jobs.rows_of_step(0, model_fn)
     layouts.leave(chunks)
     reference: dict[str, torch.Tensor] | None = None
-    for name, job in MOE_JOBS.items():
-        for flag in PATHS:
-            seen, own = visit(replace(job, per_token=flag), rows, fixed=True)
-            reference = reference or own
-            seen["strength"] = strength(own, reference)
-            by = seen["strength"]
-            seen["same shape"] = jobs.worst(own, {key: grad * by for key, grad in reference.items()})
-            found["moe", name, flag] = seen
+    for name, flag in MOE_CASES:
+        seen, own = visit(replace(MOE_JOBS[name], per_token=flag), rows, fixed=True)
+        reference = reference or own
+        seen["strength"] = strength(own, reference)
+        by = seen["strength"]
+        seen["same shape"] = jobs.worst(own, {key: grad * by for key, grad in reference.items()})
+        found["moe", name, flag] = seen
     # Rows of their own width: no composition to compare with, but padding must count in Megatron's token count.
     odd = Job(pp=2, per_token=True, model=AUX | dict(variable_seq_lengths=True))
     found["moe", VARIABLE, True], _ = visit(odd, rows, fixed=False)
-    for name, job in MTP_JOBS.items() if MODERN else ():
-        for flag in PATHS:
-            found["mtp", name, flag], _ = visit(replace(job, per_token=flag), rows, fixed=False)
+    for name, flag in MTP_CASES if MODERN else ():
+        found["mtp", name, flag], _ = visit(replace(MTP_JOBS[name], per_token=flag), rows, fixed=False)
     return found | (hooks(rows) if MODERN else {})
 
 
@@ -153,9 +170,12 @@ def hooks(rows: list[Any]) -> dict[str, Any]:
     return found
 
 
+everyone = world_fixture(tour, 4)
+
+
 @pytest.fixture(scope="module")
-def found(table: list[str]) -> list[dict[str, Any]]:
-    results = run_world(tour, 4, timeout=500)
+def found(everyone: Any, table: list[str]) -> list[dict[str, Any]]:
+    results = everyone
     for key, seen in results[0].items():
         if key == "hook":
             continue
@@ -163,10 +183,6 @@ def found(table: list[str]) -> list[dict[str, Any]]:
         factor = f", strength {seen['strength']:.4f}" if "strength" in seen else ""
         table.append(f"{kind} loss beside ours, {name}, per token {flag}: {error:.0e}{factor}")
     return results
-
-
-MOE_CASES = [(name, flag) for name in MOE_JOBS for flag in PATHS]
-MTP_CASES = [(name, flag) for name in MTP_JOBS for flag in PATHS]
 
 
 @pytest.mark.parametrize(("name", "per_token"), [*MOE_CASES, (VARIABLE, True)])
@@ -189,9 +205,11 @@ def test_moe_losses_are_the_same_on_every_layout_but_for_the_factor_in_the_table
 
 def test_the_table_of_factors_says_what_this_version_does(found: Any) -> None:
     sizes = {"dp4": 1, "ep2 tp2 sp": 2, "cp4": 4, "tp2 cp2 sp": 4}
-    for name, size in sizes.items():
-        assert found[0]["moe", name, False]["upstream"] == 1
-        assert found[0]["moe", name, True]["upstream"] == (1 if MODERN else 1 / size)
+    seen = {key[1:]: one["upstream"] for key, one in found[0].items() if key[0] == "moe" and key[1] in sizes}
+    for (name, per_token), strength in seen.items():
+        assert strength == (1 if MODERN or not per_token else 1 / sizes[name]), name
+    assert {per_token for _, per_token in seen} == {False, True}
+    assert any(sizes[name] > 1 for name, per_token in seen if per_token)
 
 
 @pytest.mark.skipif(not MODERN, reason="before megatron-core 0.19 multi-token prediction is refused")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import megatron_pgloss as pg
 from data import Row
-from worlds import run_world
+from worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 SPLIT = pg.Split(sequences=2)
@@ -128,9 +128,7 @@ def ranks(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_world(ranks, 4, timeout=100)
+found = world_fixture(ranks, 4)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -17,7 +17,8 @@ from jobs import Job
 from layouts import SP
 
 import megatron_pgloss as pg
-from worlds import run_world
+from support.cover import pairs, visited
+from worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,6 +29,13 @@ JOBS = {
     "cp2 packed": Job(cp=2, split=pg.Split(max_tokens=80)),
     "tp2 cp2 sp, per-token": Job(tp=2, cp=2, model=SP, per_token=True),
 }
+
+
+CASES = visited(
+    "half precision",
+    [(kind, name) for kind in HALF for name in JOBS],
+    lambda case: pairs({case[0], *layouts.axes(JOBS[case[1]])}),
+)
 
 
 def spec() -> pg.LossSpec:
@@ -98,7 +106,7 @@ def tour(rank: int, world: int) -> dict[str, Any]:
         layouts.leave(chunks)
         error = {"loss": abs(alone["loss"] / loss - 1), "all": distance(alone["grads"], reference)}
         found[kind, "one process"] = error | {"worst": jobs.worst(alone["grads"], reference)}
-        for name, job in JOBS.items():
+        for name, job in ((name, JOBS[name]) for of, name in CASES if of == kind):
             job = replace(job, model=job.model | model, loss_scale=one.loss_scale)
             chunks, where = jobs.build(job)
             mine = jobs.share(rows, where.dp_rank, where.dp)
@@ -110,9 +118,12 @@ def tour(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+everyone = world_fixture(tour, 4)
+
+
 @pytest.fixture(scope="module")
-def found(table: list[str]) -> list[dict[str, Any]]:
-    results = run_world(tour, 4, timeout=250)
+def found(everyone: Any, table: list[str]) -> list[dict[str, Any]]:
+    results = everyone
     for (kind, name), seen in results[0].items():
         table.append(
             f"{kind} on {name}: loss {seen['loss']:.1e}, gradient {seen['all']:.1e} in norm, "
@@ -121,16 +132,14 @@ def found(table: list[str]) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.parametrize("kind", HALF)
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(("kind", "name"), CASES)
 def test_logits_reach_the_loss_in_half_precision_and_the_loss_is_float32(kind: str, name: str, found: Any) -> None:
     for seen in (by_rank[kind, name] for by_rank in found):
         assert seen["dtypes"] == ({HALF[kind], ("loss", torch.float32)} if seen["last"] else set())
         assert seen["fault"] == 0
 
 
-@pytest.mark.parametrize("kind", HALF)
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(("kind", "name"), CASES)
 def test_a_layout_is_at_most_twice_as_far_off_as_one_process(kind: str, name: str, found: Any) -> None:
     alone, seen = found[0][kind, "one process"], found[0][kind, name]
     assert alone["all"] < 0.05
@@ -138,7 +147,6 @@ def test_a_layout_is_at_most_twice_as_far_off_as_one_process(kind: str, name: st
     assert seen["worst"][0] < 2 * alone["worst"][0]
 
 
-@pytest.mark.parametrize("kind", HALF)
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(("kind", "name"), CASES)
 def test_the_first_update_on_recorded_scores_has_ratio_exactly_one(kind: str, name: str, found: Any) -> None:
     assert [by_rank[kind, name]["ratio"] for by_rank in found] == [(1.0, 1.0)] * 4

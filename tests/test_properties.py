@@ -31,6 +31,7 @@ from torch import Tensor
 
 import megatron_pgloss as pg
 from megatron_pgloss.spec.surrogates import TOKEN_RATIO_ONLY
+from support.cover import EXHAUSTIVE, paired
 
 KEEP = pg.UserMask(name="keep")
 NORMALIZERS = [
@@ -122,7 +123,7 @@ def clean(name: str) -> Answer:
 
 
 @pytest.mark.parametrize("name", SPECS)
-@settings(max_examples=3)
+@settings(max_examples=3 if EXHAUSTIVE else 1)
 @given(garbage=st.lists(st.sampled_from(GARBAGE), min_size=7, max_size=7))
 def test_values_outside_never_matter_by_a_bit(name: str, garbage: list[float]) -> None:
     bare, other = clean(name), poisoned(name, garbage)
@@ -136,7 +137,7 @@ SPLITS = [pg.Split(sequences=1), pg.Split(sequences=4), pg.Split(microbatches=3)
 
 
 @pytest.mark.parametrize("name", SPECS)
-@settings(max_examples=2)
+@settings(max_examples=2 if EXHAUSTIVE else 1)
 @given(data=st.data())
 def test_order_ids_and_cuts_never_matter(name: str, data: st.DataObject) -> None:
     """Beyond the order of summation. Rows in any order, dealt to any number of batches; ids under other names."""
@@ -166,8 +167,13 @@ PLAIN = {name: s for name, s in SURROGATES.items() if s.kind not in ("real", "di
 """Surrogates whose slope at ratio 1 is that of -A log pi."""
 
 
-@pytest.mark.parametrize("ratio", [name for name in RATIOS if name not in ("own",)])
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(
+    ("name", "ratio"),
+    paired(
+        "equal policies", name=PLAIN, ratio=[name for name in RATIOS if name != "own"],
+        kinds={"name": lambda name: PLAIN[name].kind, "ratio": lambda name: name.split("_")[0].split(",")[0]},
+    ),
+)  # fmt: skip
 def test_equal_policies_have_ratio_one_and_the_plain_policy_gradient(name: str, ratio: str) -> None:
     """One advantage a row and no user weights, for a gradient through a mean shares what its unit has."""
     surrogate = PLAIN[name]

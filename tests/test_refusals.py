@@ -24,7 +24,7 @@ import megatron_pgloss as pg
 from megatron_pgloss import megatron as pgm
 from megatron_pgloss.megatron import factors, modes
 from megatron_pgloss.megatron.layout import Layout
-from worlds import run_world
+from worlds import world_fixture
 
 SPLIT = pg.Split(sequences=2)
 Chunks = list[Any]
@@ -220,9 +220,7 @@ def spread(chunks: Chunks) -> None:
         chunks[0].expert_parallel_buffers = []
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_world(tour, 2, timeout=150)
+found = world_fixture(tour, 2)
 
 
 def test_every_row_of_the_table_has_a_case() -> None:

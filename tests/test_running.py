@@ -12,7 +12,7 @@ from steps import near
 from torch import Tensor
 
 from megatron_pgloss.terms import UnitSums, running
-from worlds import run_world
+from worlds import world_fixture
 
 VALUES = torch.sin(torch.arange(24, dtype=torch.float64) * 1.7) * 2
 VOTES = torch.tensor([k % 3 != 0 for k in range(24)])
@@ -99,7 +99,10 @@ def _gap(one: Any, two: Any) -> float:
     return float(torch.where(one == two, 0.0, (one - two).abs()).max())
 
 
+everyone = world_fixture(shared, 2)
+
+
 @pytest.mark.multiproc
-def test_ranks_that_share_a_sequence_agree_with_one_that_holds_it() -> None:
-    for gaps in run_world(shared, 2):
+def test_ranks_that_share_a_sequence_agree_with_one_that_holds_it(everyone: Any) -> None:
+    for gaps in everyone:
         assert max(gaps) < 1e-13

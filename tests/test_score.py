@@ -19,7 +19,7 @@ from layouts import SP
 
 import megatron_pgloss as pg
 from data import Row
-from worlds import run_world
+from worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 THD = pg.Split(max_tokens=96)
@@ -146,9 +146,12 @@ def tour(rank: int, world: int) -> dict[str, Any]:
     return found | {f"broadcast {name}": shared(job, rows) for name, job in AXES.items()}
 
 
+everyone = world_fixture(tour, 4)
+
+
 @pytest.fixture(scope="module")
-def found(table: list[str]) -> list[dict[str, Any]]:
-    results = run_world(tour, 4, timeout=280)
+def found(everyone: Any, table: list[str]) -> list[dict[str, Any]]:
+    results = everyone
     for name in JOBS:
         gaps = {stream: max(by_rank[name][stream] for by_rank in results) for stream in ("old", "ref")}
         table.append(f"score on {name}: old {gaps['old']:.0e}, ref {gaps['ref']:.0e} from the oracle")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from jobs import Job
 
 import megatron_pgloss as pg
-from worlds import run_world
+from worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 THD = pg.Split(max_tokens=96)
@@ -152,9 +152,7 @@ def tour(rank: int, world: int) -> dict[str, Any]:
     return found | {name: visit(job, rows) for name, job in JOBS.items()}
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_world(tour, 4, timeout=280)
+found = world_fixture(tour, 4)
 
 
 @pytest.mark.parametrize("name", JOBS)

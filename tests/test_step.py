@@ -18,7 +18,7 @@ from faulty import outcome
 from jobs import Job
 
 import megatron_pgloss as pg
-from worlds import run_world
+from worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 JOBS = {
@@ -216,9 +216,7 @@ def tour(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_world(tour, 4, timeout=250)
+found = world_fixture(tour, 4)
 
 
 def same(found: Any, name: str, *path: str) -> Any:

@@ -19,7 +19,7 @@ from jobs import Job
 import megatron_pgloss as pg
 from megatron_pgloss import megatron as pgm
 from megatron_pgloss.verify.reshard import full_gradients
-from worlds import run_world
+from worlds import world_fixture
 
 LONGEST = 13
 """Of the step's rows, in tokens: odd, so that rounding shows."""
@@ -177,9 +177,7 @@ ENDS: dict[tuple[str, str, str], dict[str, Any]] = {
 """(``on_nonfinite``, the spec's ``old``, what happened) to how the step ended."""
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_world(tour, 2, timeout=150)
+found = world_fixture(tour, 2)
 
 
 def test_the_defaults_are_the_documented_ones() -> None:

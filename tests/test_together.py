@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_pgloss.terms import UnitSums, running
 from megatron_pgloss.terms.together import NotDeferrable, Placeholder, Together, rounds
-from worlds import run_world
+from worlds import world_fixture
 
 Term = Callable[[Tensor, UnitSums], Tensor]
 UNITS, LENGTH = 3, 12
@@ -109,9 +109,7 @@ def tour(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_world(tour, 2, timeout=120)
+found = world_fixture(tour, 2)
 
 
 @pytest.mark.multiproc

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from worlds import run_world
+from support.programs import Ended, launch, torchrun
+from worlds import run_world, world_fixture
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = ["--plain", "--hidden", "32", "--prompts", "4", "--group-size", "4", "--updates", "2", "--sequences", "4"]
@@ -27,13 +27,11 @@ LAYOUTS = {
 EXPERTS = ["--experts", "4"]
 
 
-def _launch(processes: int, *flags: str, timeout: float = 150) -> str:
-    """One run under torchrun; what it printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += [str(EXAMPLES / "train_rl.py"), *SMALL, *flags]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+def _run(start: Callable[..., Ended], processes: int, *flags: str, folder: Path) -> str:
+    """One run; what it printed."""
+    program = [str(EXAMPLES / "train_rl.py"), *SMALL, *flags]
+    done = start(processes, *program, folder=folder)
+    assert done.returncode == 0, f"{' '.join(program)}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return done.stdout
 
 
@@ -78,9 +76,12 @@ def _helpers(rank: int, world: int) -> dict[str, Any]:
     }
 
 
-def test_advantages_draws_and_dealing() -> None:
+helped = world_fixture(_helpers, 1)
+
+
+def test_advantages_draws_and_dealing(helped: Any) -> None:
     """Rewards 1 0 0 1: mean 0.5, standard deviation 0.5. Rewards 0.3 0.3 0.3: nothing to learn, exactly 0."""
-    found = run_world(_helpers, 1, timeout=60)[0]
+    found = helped[0]
     assert found["scaled"] == [1, -1, -1, 1, 0, 0, 0]
     assert found["centred"] == [0.5, -0.5, -0.5, 0.5, 0, 0, 0]
     draws = found["draws"]
@@ -94,7 +95,8 @@ def test_advantages_draws_and_dealing() -> None:
 @pytest.mark.multiproc
 @pytest.mark.slow
 def test_a_short_run_on_tp2_pp2_leaves_its_files(tmp_path: Path) -> None:
-    printed = _launch(4, "--iterations", "2", "--eval-every", "1", "--preset", "echo", "--out", str(tmp_path))
+    flags = ["--iterations", "2", "--eval-every", "1", "--preset", "echo", "--out", str(tmp_path)]
+    printed = _run(torchrun, 4, *flags, folder=tmp_path)
     steps, iterations, (end,) = (_lines(tmp_path, kind) for kind in ("step", "iteration", "end"))
     assert "world size 4: tp 2 x pp 2 x vpp 1 x cp 1 x ep 1 x dp 1" in printed
     assert "0.05 ce" in printed
@@ -121,9 +123,13 @@ def test_a_short_run_on_tp2_pp2_leaves_its_files(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_resumed_run_takes_the_same_steps(tmp_path: Path) -> None:
     flags = ["--tp", "2", "--iterations", "2"]
-    _launch(2, *flags, "--out", str(tmp_path / "whole"))
-    _launch(2, *flags, "--out", str(tmp_path / "parts"), "--max-steps", "2", "--save", str(tmp_path / "saved"))
-    _launch(2, *flags, "--out", str(tmp_path / "parts"), "--load", str(tmp_path / "saved"))
+    parts = [*flags, "--out", str(tmp_path / "parts")]
+    for run in (
+        [*flags, "--out", str(tmp_path / "whole")],
+        [*parts, "--max-steps", "2", "--save", str(tmp_path / "saved")],
+        [*parts, "--load", str(tmp_path / "saved")],
+    ):
+        _run(launch, 2, *run, folder=tmp_path)
     whole, parts = _lines(tmp_path / "whole", "step"), _lines(tmp_path / "parts", "step")
     assert len(whole) == 4 and whole == parts
 
@@ -133,8 +139,8 @@ def test_a_resumed_run_takes_the_same_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_no_layout_changes_what_is_drawn_or_learnt(tmp_path: Path, kind: str) -> None:
     more, layouts = ([], LAYOUTS) if kind == "dense" else (EXPERTS, {"ep2": ["--ep", "2"]})
-    run_world(_visit, 1, tmp_path, {"one": more}, timeout=150)
-    run_world(_visit, 2, tmp_path, {name: [*more, *flags] for name, flags in layouts.items()}, timeout=200)
+    run_world(_visit, 1, tmp_path, {"one": more})
+    run_world(_visit, 2, tmp_path, {name: [*more, *flags] for name, flags in layouts.items()})
     drawn = [json.loads(line) for line in (tmp_path / "one.jsonl").read_text().splitlines()]
     steps = _lines(tmp_path / "one", "step")
     assert len(drawn) == 16 and len(steps) == 2

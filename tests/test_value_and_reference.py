@@ -10,7 +10,7 @@ import pytest
 from jobs import Job
 
 import megatron_pgloss as pg
-from worlds import run_world
+from worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 THD = pg.Split(max_tokens=80)
@@ -46,9 +46,11 @@ def tour(rank: int, world: int) -> dict[tuple[str, int], Any]:
     return found | {("refused", 0): heads.refusals()}
 
 
+everyone = world_fixture(tour, 4)
+
+
 @pytest.fixture(scope="module")
-def found(table: list[str]) -> list[dict[tuple[str, int], Any]]:
-    everyone = run_world(tour, 4, timeout=240)
+def found(everyone: Any, table: list[str]) -> list[dict[tuple[str, int], Any]]:
     for name in ON:
         worst = max((seen for (one, _), seen in everyone[0].items() if one == name), key=lambda s: s.gradient_error)
         table.append(

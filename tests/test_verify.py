@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -23,8 +20,8 @@ from megatron_pgloss.verify.layout import Layout
 from megatron_pgloss.verify.layouts import every_layout
 from megatron_pgloss.verify.outcome import Bounds, Outcome
 from megatron_pgloss.verify.table import as_json, lines
+from support.programs import ROOT, Ended, launch, torchrun
 
-ROOT = Path(__file__).resolve().parent.parent
 OWN_TERM = """
 def drift(x):
     return x.unit_mean(x.log_ratio, "sequence").square()
@@ -72,23 +69,16 @@ needs = ["old"]
     return file
 
 
-def torchrun(folder: Path, processes: int, *args: str, program: list[str] | None = None) -> Any:
-    """Run ``verify`` under torchrun; what it printed, and its exit code."""
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1"}
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
-         *(program or ["-m", "megatron_pgloss"]), "verify", *args],
-        env=env, cwd=folder, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+def verify(folder: Path, processes: int, *args: str, program: tuple[str, ...] = ("-m", "megatron_pgloss")) -> Ended:
+    """Run ``verify``; what it printed, and its exit code."""
+    return launch(processes, *program, "verify", *args, folder=folder)
 
 
 @pytest.fixture(scope="module")
 def fitting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any]]:
     """``--layouts`` with three processes: worlds of two and one, in which one and two ranks sit out."""
     folder = tmp_path_factory.mktemp("verify")
-    done = torchrun(folder, 3, "--layouts", "packed,per-token", "--spec", "rich", "--json", "found.json")
+    done = verify(folder, 3, "--layouts", "packed,per-token", "--spec", "rich", "--json", "found.json")
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout
     return done, json.loads((folder / "found.json").read_text())
 
@@ -128,7 +118,7 @@ def test_the_json_holds_every_figure_and_the_versions(fitting: Any) -> None:
 
 def test_a_spec_of_the_users_own_on_a_layout_of_the_users_own(tmp_path: Path) -> None:
     file = spec_file(tmp_path, "drift")
-    done = torchrun(tmp_path, 2, "--cp", "2", "--packed", "--spec", str(file), "--json", "found.json")
+    done = verify(tmp_path, 2, "--cp", "2", "--packed", "--spec", str(file), "--json", "found.json")
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout
     (one,) = json.loads((tmp_path / "found.json").read_text())["layouts"]
     assert one["layout"] == "cp2, dp1, packed 80"
@@ -137,7 +127,7 @@ def test_a_spec_of_the_users_own_on_a_layout_of_the_users_own(tmp_path: Path) ->
 
 def test_a_term_that_depends_on_the_layout_ends_with_exit_code_1(tmp_path: Path) -> None:
     file = spec_file(tmp_path, "local")
-    done = torchrun(tmp_path, 1, "--sequences", "3", "--spec", str(file), "--json", "found.json")
+    done = verify(tmp_path, 1, "--sequences", "3", "--spec", str(file), "--json", "found.json")
     assert done.returncode == 1
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["ok"] is False
@@ -148,7 +138,7 @@ def test_a_term_that_depends_on_the_layout_ends_with_exit_code_1(tmp_path: Path)
 def test_a_dropped_factor_in_the_product_ends_with_exit_code_1(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text(BROKEN)
-    done = torchrun(tmp_path, 2, "--spec", "dapo", "--sequences", "4", "--json", "found.json", program=[str(script)])
+    done = verify(tmp_path, 2, "--spec", "dapo", "--sequences", "4", "--json", "found.json", program=(str(script),))
     assert done.returncode == 1, done.stderr[-3000:] + done.stdout
     (one,) = json.loads((tmp_path / "found.json").read_text())["layouts"]
     assert one["verdict"] == "OFF, dapo: gradient"
@@ -160,7 +150,7 @@ def test_an_error_on_one_rank_alone_is_a_row_and_the_rest_is_said_to_be_unvisite
     script = tmp_path / "alone.py"
     script.write_text(ALONE)
     asked = ("--layouts", "dp2", "--spec", "dapo", "--json", "found.json")
-    done = torchrun(tmp_path, 2, *asked, program=[str(script)])
+    done = torchrun(2, str(script), "verify", *asked, folder=tmp_path)
     assert done.returncode == 1, done.stderr[-3000:] + done.stdout
     found = json.loads((tmp_path / "found.json").read_text())
     first, second = found["layouts"]

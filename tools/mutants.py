@@ -7,7 +7,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +28,10 @@ class Mutant:
     change: str
     """``before -> after``, the expression as text."""
     tree: ast.Module
+    lines: tuple[int, int] = (0, 0)
+    """First and last line of the statement that it stands in (of a compound one: of its head)."""
+    text: str = ""
+    """The source line, without its indentation: by it a mutant is known again after the code has moved."""
 
     def __str__(self) -> str:
         return f"line {self.line}: {self.change}"
@@ -40,14 +44,32 @@ def mutants(source: str) -> list[Mutant]:
     touched: annotations, texts, the arguments of what is raised, and assertions.
     """
     tree = ast.parse(source)
-    outside = _outside(tree)
+    outside, heads, text = _outside(tree), _heads(tree), source.splitlines()
     found = [
-        _mutant(tree, place, number)
+        replace(one, lines=heads.get(id(node), (one.line, one.line)), text=text[one.line - 1].strip())
         for place, node in enumerate(ast.walk(tree))
         if id(node) not in outside
         for number in range(_ways(node))
+        for one in [_mutant(tree, place, number)]
     ]
     return sorted(found, key=lambda one: one.line)
+
+
+def _heads(tree: ast.AST) -> dict[int, tuple[int, int]]:
+    """Each node, by id, to the lines of the innermost statement around it; of a compound one, those of its head."""
+    found: dict[int, tuple[int, int]] = {}
+
+    def walk(node: ast.AST, lines: tuple[int, int]) -> None:
+        if isinstance(node, ast.stmt):
+            body = getattr(node, "body", None)
+            last = body[0].lineno - 1 if isinstance(body, list) and body else node.end_lineno
+            lines = (node.lineno, max(node.lineno, last or 0))
+        found[id(node)] = lines
+        for child in ast.iter_child_nodes(node):
+            walk(child, lines)
+
+    walk(tree, (1, 1))
+    return found
 
 
 def _mutant(tree: ast.Module, place: int, number: int) -> Mutant:

@@ -3,6 +3,7 @@
     python tools/mutate.py --file planning/normalizers.py
     python tools/mutate.py --file megatron/step.py --jobs 2 --limit 40 --json found.json
     python tools/mutate.py --file terms/segments.py --judge "tests/test_streams.py"
+    python tools/mutate.py --file terms/segments.py --file megatron/step.py --judge suite --map lines.json
 
 Works on a temporary copy of package and tests. Everything heavy is imported once; each mutant is a fork of that
 process, with the mutant's code in place of the functions', and worlds of processes are forks of the fork. A mutant is
@@ -75,8 +76,12 @@ class Running:
 def main(argv: list[str] | None = None) -> int:
     """Run the tool; 1 where a mutant survives."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--file", required=True, help="below megatron_pgloss/")
-    parser.add_argument("--judge", action="append", help="arguments for pytest, or 'layouts'; may be repeated")
+    parser.add_argument("--file", action="append", required=True, help="below megatron_pgloss/; several for the suite")
+    parser.add_argument(
+        "--judge", action="append", help="arguments for pytest, or 'layouts'; may be repeated. 'suite': see judge.py"
+    )
+    parser.add_argument("--map", type=Path, help="for the suite: which tests execute a line (pytest --lines FILE)")
+    parser.add_argument("--budget", type=float, default=60, help="for the suite: seconds of tests for a mutant")
     parser.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N mutants")
     parser.add_argument("--limit", type=int, metavar="N", help="at most N mutants")
     parser.add_argument("--lines", metavar="A-B", help="mutants of these lines alone")
@@ -85,6 +90,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="name the mutants and run nothing")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
+    if args.judge == ["suite"]:
+        return by_suite(parser, args)
+    (args.file,) = args.file
     source = (ROOT / "megatron_pgloss" / args.file).read_text(encoding="utf-8")
     found = mutants(source)
     if args.lines:
@@ -110,11 +118,50 @@ def main(argv: list[str] | None = None) -> int:
     return int(bool(survivors))
 
 
+def by_suite(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Judge the mutants of several files by the tests of the default suite; 1 where one survives."""
+    if args.map is None:
+        parser.error("--judge suite needs --map")
+    import judge
+
+    lines, cases = judge.LineMap(args.map.resolve()), []
+    with tempfile.TemporaryDirectory() as folder:
+        for file in args.file:
+            module = warm(Path(folder), file)
+            found = mutants((ROOT / "megatron_pgloss" / file).read_text(encoding="utf-8"))
+            for one in found[args.skip :][: args.limit]:
+                cases.append(judge.Case(file=file, module=module, mutant=one, tests=lines.tests(file, one)))
+        from support.worlds import RUN
+
+        RUN.method = "fork"  # a world is a fork of the mutant
+        trial = judge.Trial(cases, args.jobs, args.timeout, args.budget)
+        import pytest
+
+        pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:terminal"], plugins=[trial])
+    if trial.unfit:
+        raise SystemExit(f"fails without a mutant: {trial.unfit}")
+    survivors = [case for number, case in enumerate(cases) if trial.fates[number].startswith("survived")]
+    for case in survivors:
+        print(f"SURVIVED {case.file} {case.mutant}")
+    for file in args.file:
+        of, left = (sum(case.file == file for case in some) for some in (cases, survivors))
+        print(f"{file}: {of} mutants, {left} survived")
+    if args.json:
+        rows = [
+            {"file": case.file, "line": case.mutant.line, "text": case.mutant.text, "change": case.mutant.change,
+             "fate": trial.fates[number]}
+            for number, case in enumerate(cases)
+        ]  # fmt: skip
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return int(bool(survivors))
+
+
 def warm(folder: Path, file: str) -> ModuleType:
     """A copy of package and tests, with everything heavy imported from it."""
-    for part in ("megatron_pgloss", "tests"):
-        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    if folder.resolve() == Path.cwd().resolve():
+        return importlib.import_module("megatron_pgloss." + file.removesuffix(".py").replace("/", "."))
+    left = shutil.ignore_patterns("__pycache__", ".git", ".venv*", ".gpu", ".*_cache", "runs", "out")
+    shutil.copytree(ROOT, folder, ignore=left, dirs_exist_ok=True)  # tests read docs, examples and tools too
     os.chdir(folder)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,19 +112,32 @@ class Judge:
     Args:
         specs: name to spec, or to what builds it.
         precision: of the layouts under test; the oracle itself is always float64, on their rounded weights and streams.
+        ask: how the oracle is asked; takes the arguments of `oracle_answer`.
     """
 
-    def __init__(self, specs: Mapping[str, LossSpec | Callable[[], LossSpec]], precision: Precision = FLOAT64) -> None:
+    def __init__(
+        self,
+        specs: Mapping[str, LossSpec | Callable[[], LossSpec]],
+        precision: Precision = FLOAT64,
+        ask: Callable[[Any, Any, Sequence[Row], LossSpec], Answer] = oracle_answer,
+    ) -> None:
         self.precision = precision
+        self._ask = ask
         self.specs = {name: made if isinstance(made, LossSpec) else made() for name, made in specs.items()}
         self._rows: dict[Data, list[Row]] = {}
         self._answers: dict[tuple[Data, str], Answer] = {}
         self.alone: dict[tuple[Data, str], tuple[float, float, float]] = {}
         """Half precision: errors of loss, worst parameter and whole gradient of the model in one process."""
 
-    def prepare(self, data: Data) -> None:
-        """Answer every spec for one data set. A collective: the first rank asks the oracle, the others hear of it."""
-        if data in self._rows:
+    def prepare(self, data: Data, names: Iterable[str] | None = None) -> None:
+        """Answer specs for one data set. A collective: the first rank asks the oracle, the others hear of it.
+
+        Args:
+            data: which model and rows.
+            names: of the specs; None: all. What was answered before is not asked again.
+        """
+        missing = [name for name in (names or self.specs) if (data, name) not in self._answers]
+        if not missing:
             return
         fields: dict[str, Any] = dict(tied=data.tied, vocab_size=data.vocab)
         fields |= dict(experts=data.experts, topk=2) if data.experts else {}
@@ -140,7 +153,8 @@ class Judge:
             )
             rows = rounded(rows, self.precision.streams)
             answers = {
-                name: _sendable(oracle_answer(chunks, model_fn, rows, spec), spec) for name, spec in self.specs.items()
+                name: _sendable(self._ask(chunks, model_fn, rows, self.specs[name]), self.specs[name])
+                for name in missing
             }
             found = [(rows, answers)]
         if dist.get_world_size() > 1:

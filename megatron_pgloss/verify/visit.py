@@ -46,7 +46,7 @@ def visit(layout: Layout, judge: Judge, specs: Iterable[str] | None = None) -> l
     if layout.own:
         return [visit_own(layout, judge.precision.tolerance)]
     names = list(judge.specs) if specs is None else list(specs)
-    judge.prepare(layout.data)
+    judge.prepare(layout.data, names)
     if judge.precision.half:
         _one_process(layout, judge, names)
     return _agree([_judged(layout, judge, *ran) for ran in _runs(layout, judge, names)])

@@ -7,13 +7,14 @@ and Megatron's cross entropy, which pin float32, stay float64 in a float64 model
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from megatron_pgloss.errors import UnsupportedError
 
@@ -76,45 +77,70 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
-def _caller_is_megatron(depth: int = 2, of: str = "megatron.core") -> bool:
-    return sys._getframe(depth).f_globals.get("__name__", "").startswith(of)
+def _caller_is_megatron(of: str = "megatron.core") -> bool:
+    """Whether the function that called the caller of this one is Megatron's."""
+    return sys._getframe(2).f_globals.get("__name__", "").startswith(of)
 
 
-class _CpuMode(TorchFunctionMode):
-    """Rewrites calls that name CUDA. Entered once for the life of the process, on the thread that enables it."""
+def _without_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A constructor of tensors that makes them on the CPU where CUDA is asked for, and pins no memory."""
 
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if kwargs:
-            # torch.zeros(..., device="cuda"): the token counter of the schedules, the loss scaler, clip_grads.
-            if _is_cuda(kwargs.get("device")):
-                kwargs = {**kwargs, "device": _CPU}
-            # Pinned memory needs a CUDA runtime: rotary slices under context parallelism ask for it.
-            if kwargs.get("pin_memory"):
-                kwargs = {**kwargs, "pin_memory": False}
-            # The router computes its scores in float32 whatever the model's dtype, which would end the agreement
-            # of float64 gradients at 1e-8. A float64 model keeps float64 there; other dtypes are untouched.
-            if (
-                func is torch.softmax
-                and kwargs.get("dtype") is torch.float32
-                and args
-                and args[0].dtype is torch.float64
-                and _caller_is_megatron()
-            ):
-                kwargs = {**kwargs, "dtype": torch.float64}
-        # Megatron's cross entropy (of multi-token prediction) works in float32, which would end that agreement too. A
-        # copy, as the conversion makes one: the function overwrites it.
-        if func is torch.Tensor.float and args[0].dtype is torch.float64 and _caller_is_megatron(of=_CROSS_ENTROPY):
-            return args[0].clone()
-        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
-            return args[0]
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], _CPU, *args[2:])
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs and _caller_is_megatron():
-            # The optimizers sort parameters by names such as "torch.cuda.FloatTensor". Other callers get the truth.
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        return func(*args, **(kwargs or {}))
+    @functools.wraps(function)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        # The token counter of the schedules, the loss scaler, clip_grads name a device.
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        # Pinned memory needs a CUDA runtime: rotary slices under context parallelism ask for it.
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+    return on_cpu
+
+
+def _patch_constructors() -> None:
+    """One by one: a mode that looks at every call of torch would take half the time of a step on a small model."""
+    likes = {torch.empty_like, torch.full_like, torch.ones_like, torch.rand_like, torch.randn_like, torch.zeros_like}
+    for function in (*_device_constructors(), *likes):
+        if getattr(torch, function.__name__, None) is function:
+            setattr(torch, function.__name__, _without_cuda(function))
+
+
+def _patch_tensors() -> None:
+    to, kind, single, softmax = torch.Tensor.to, torch.Tensor.type, torch.Tensor.float, torch.softmax
+
+    def to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and _is_cuda(args[0]):
+            args = (_CPU, *args[1:])
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        return to(self, *args, **kwargs)
+
+    def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = kind(self, *args, **kwargs)
+        # The optimizers sort parameters by names such as "torch.cuda.FloatTensor". Other callers get the truth.
+        return found.replace("torch.", "torch.cuda.", 1) if not (args or kwargs) and _caller_is_megatron() else found
+
+    def in_float32(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # Megatron's cross entropy (of multi-token prediction) works in float32, which would end the agreement of
+        # float64 gradients at 1e-8. A copy, as the conversion makes one: the function overwrites it.
+        if self.dtype is torch.float64 and _caller_is_megatron(_CROSS_ENTROPY):
+            return self.clone()
+        return single(self, *args, **kwargs)
+
+    def in_its_own_precision(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # The router computes its scores in float32 whatever the model's dtype, which would end that agreement too. A
+        # float64 model keeps float64 there; other dtypes are untouched.
+        if kwargs.get("dtype") is torch.float32 and input.dtype is torch.float64 and _caller_is_megatron():
+            kwargs["dtype"] = torch.float64
+        return softmax(input, *args, **kwargs)
+
+    torch.Tensor.to = to_cpu
+    torch.Tensor.type = named
+    torch.Tensor.float = in_float32
+    torch.softmax = in_its_own_precision
+    for name in ("cuda", "pin_memory"):
+        setattr(torch.Tensor, name, lambda self, *_, **__: self)
 
 
 def _patch_torch_cuda() -> None:
@@ -186,9 +212,8 @@ def _plain_bodies() -> None:
 def enable_cpu() -> None:
     """Make the installed Megatron-Core run on CPU under gloo, for this process. Calling it again does nothing.
 
-    Call it before models are built, outside any ``with torch.device(...)`` block; ``verify.models.init_parallel``
-    calls it. It holds for the calling thread (CPU backward passes run there too), leaves
-    ``torch.cuda.is_available()`` False, and cannot be undone.
+    Call it before models are built; ``verify.models.init_parallel`` calls it. It leaves ``torch.cuda.is_available()``
+    False, and cannot be undone.
 
     Raises:
         UnsupportedError: where CUDA is available: there Megatron-Core needs no help.
@@ -210,5 +235,6 @@ def enable_cpu() -> None:
     _patch_torch_cuda()
     _patch_experts()
     _plain_bodies()
-    _CpuMode().__enter__()
+    _patch_constructors()
+    _patch_tensors()
     _ENABLED = True

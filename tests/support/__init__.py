@@ -1,0 +1,1 @@
+"""What tests share: worlds of processes, data, models, oracles and the choice of what is visited."""
