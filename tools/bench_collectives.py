@@ -68,7 +68,7 @@ def implementations(group: Any) -> Any:
     import bench_peers
 
     from megatron_pgloss import token_logprobs
-    from megatron_pgloss.logprobs.head import linear_token_logprobs
+    from megatron_pgloss.logprobs import linear_token_logprobs
 
     def ours(logits: Any, targets: Any) -> Any:
         out = token_logprobs(logits, targets, entropy=True, group=group, vocab_size=VOCAB, backend="eager")

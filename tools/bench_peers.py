@@ -20,7 +20,7 @@ Run = Callable[..., tuple[Tensor, Tensor | None]]
 
 def logits_given(backends: list[str], megatron: str | None) -> Iterator[tuple[str, Run | str]]:
     """(name, what runs or the reason why it cannot) for logits [T, V] and targets."""
-    from megatron_pgloss.logprobs.backends import backend_problem
+    from megatron_pgloss.logprobs.rows.backends import backend_problem
 
     for name in backends:
         problem = backend_problem(name, "cuda" if torch.cuda.is_available() else "cpu")
@@ -38,7 +38,7 @@ def logits_given(backends: list[str], megatron: str | None) -> Iterator[tuple[st
 
 def heads() -> Iterator[tuple[str, Run | str]]:
     """(name, what runs or the reason why it cannot) for hidden states, weight and targets."""
-    if importlib.util.find_spec("megatron_pgloss.logprobs.head"):
+    if importlib.util.find_spec("megatron_pgloss.logprobs.head.linear"):
         for mode in ("keep", "recompute", "forward"):
             yield f"ours, {mode}", our_head(mode)
     yield "naive torch", naive_head
@@ -68,7 +68,7 @@ def our_head(mode: str, chunk: int | None = None) -> Run:
     ``chunk``: tokens of one GEMM. None: the package's own number where logits are kept, else 512, so that there are
     several chunks and only one of them is held.
     """
-    from megatron_pgloss.logprobs.head import linear_token_logprobs
+    from megatron_pgloss.logprobs import linear_token_logprobs
 
     chunk = chunk or (4096 if mode == "keep" else 512)
 

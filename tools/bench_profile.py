@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss import TokenLogprobs, token_logprobs
-from megatron_pgloss.logprobs.head import linear_token_logprobs
+from megatron_pgloss.logprobs import linear_token_logprobs
 
 Timer = Callable[[Callable[[], Any]], float]
 """What a call takes, in milliseconds."""

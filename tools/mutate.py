@@ -58,7 +58,7 @@ JUDGES = {
     "terms/estimators.py": ("tests/test_objective.py tests/test_kl_enumeration.py", "tests/test_objectives_oracle.py"),
     "terms/running.py": ("tests/test_running.py", "tests/test_axes.py tests/test_context_parallel.py"),
     "terms/topk.py": ("tests/test_topk_distill.py",),
-    "logprobs/chosen.py": ("tests/test_chosen.py", "tests/test_logprobs_parallel.py"),
+    "logprobs/logits/chosen.py": ("tests/test_chosen.py", "tests/test_logprobs_parallel.py"),
 }  # fmt: skip
 """File to stages of tests, the quickest first."""
 

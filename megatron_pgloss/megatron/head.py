@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError, SpecError, UnsupportedError
-from megatron_pgloss.logprobs import TokenLogprobs, token_logprobs
-from megatron_pgloss.logprobs.head import linear_token_logprobs
+from megatron_pgloss.logprobs import TokenLogprobs, linear_token_logprobs, token_logprobs
 from megatron_pgloss.megatron.layout import Layout
 from megatron_pgloss.objective.loss import loss_gradients
 from megatron_pgloss.planning import MicroBatch
@@ -40,7 +39,7 @@ class Head(Protocol):
         """
 
 
-class GivenLogits:
+class GivenHead:
     """Logits ``[b, s, V/tp]`` as the model makes them.
 
     Args:
@@ -192,7 +191,7 @@ def make_head(
     if mode not in HEAD_MODES:
         raise SpecError(f"head={mode!r}", expected=" | ".join(HEAD_MODES))
     if mode == "given":
-        return GivenLogits(layout, vocab_size, reuse, spec.kept)
+        return GivenHead(layout, vocab_size, reuse, spec.kept)
     return FusedHead(mode, bare, layout, spec, vocab_size, memory)
 
 

@@ -249,15 +249,15 @@ RANK_FAULTS = (
         imitates="a running sum begins anew on each CP rank", shows=CP,
     ),
     Fault(
-        name="entropy misses a shard", target=f"{_LOGPROBS}.merge:_entropy", make=_shard_missing,
+        name="entropy misses a shard", target=f"{_LOGPROBS}.vocab.merge:_entropy", make=_shard_missing,
         imitates="the last vocabulary shard is left out of the merge", shows=TP,
     ),
     Fault(
-        name="target from another shard", target=f"{_LOGPROBS}.shard:VocabShard.start", make=_other_shard,
+        name="target from another shard", target=f"{_LOGPROBS}.vocab.shard:VocabShard.start", make=_other_shard,
         imitates="a vocabulary offset of the wrong tensor-parallel rank", shows=TP,
     ),
     Fault(
-        name="padded vocabulary in the softmax", target=f"{_LOGPROBS}.shard:find_shard", make=_padding_in_softmax,
+        name="padded vocabulary in the softmax", target=f"{_LOGPROBS}.vocab.shard:find_shard", make=_padding_in_softmax,
         imitates="columns that are no tokens take probability", shows=PADDED_VOCABULARY,
     ),
     Fault(

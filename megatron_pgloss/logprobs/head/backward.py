@@ -1,4 +1,4 @@
-"""The fused head's autograd node: logits kept, or made once more in backward.
+"""The fused head that takes its gradient in the backward pass: logits kept, or made once more.
 
 Shapes: `T` rows of the micro-batch, `N` wanted ones, `L` of these with a gradient, `R` of one chunk, `H` hidden,
 `Vl` columns of the shard.
@@ -13,14 +13,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pgloss.errors import UnsupportedError
+from megatron_pgloss.logprobs.head.forward import (
+    HeadJob,
+    WantedRows,
+    chunks,
+    gather_rows,
+    run_forward,
+    spread,
+    write_rows,
+)
+from megatron_pgloss.logprobs.head.wgrad import WeightGrad
+from megatron_pgloss.logprobs.upstream import Upstream, upstream_factors
+from megatron_pgloss.logprobs.vocab.merge import Merged
 
-from .head_forward import HeadJob, Rows, chunks, gather_rows, run_forward, spread, write_rows
-from .merge import Merged
-from .upstream import Upstream, upstream_factors
-from .wgrad import WeightGrad
 
-
-class FusedHead(torch.autograd.Function):
+class BackwardHead(torch.autograd.Function):
     """(hidden, weight, targets, 1/tau, job, whether a backward may come) to (log-prob, entropy or None)."""
 
     @staticmethod
@@ -59,7 +66,7 @@ class _Backward:
     """One backward pass."""
 
     def __init__(
-        self, rows: Rows, weight: Tensor, kept_NV: Tensor | None, factors: Upstream, whole: Merged, job: HeadJob,
+        self, rows: WantedRows, weight: Tensor, kept_NV: Tensor | None, factors: Upstream, whole: Merged, job: HeadJob,
         for_hidden: bool, for_weight: bool,
     ) -> None:  # fmt: skip
         self.rows, self.weight, self.kept_NV = rows, weight, kept_NV

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .eager import ChunkedRows
-from .rows import FLOOR, LN2, RowFactors, RowSums
+from megatron_pgloss.logprobs.rows.eager import ChunkedRows
+from megatron_pgloss.logprobs.rows.per_row import FLOOR, LN2, RowFactors, RowSums
 
 PIECE = 2**14
 ROWS_A_THREAD = 8

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .rows import join_entropy as _entropy
-from .rows import join_lse
-from .shard import VocabShard
+from megatron_pgloss.logprobs.vocab.join import join_entropy as _entropy
+from megatron_pgloss.logprobs.vocab.join import join_lse
+from megatron_pgloss.logprobs.vocab.shard import VocabShard
 
 
 class Merged(NamedTuple):

@@ -23,11 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .inputs import check_backward
-from .merge import Merged, gather_stats, merge_gathered
-from .order import RowOrder
-from .rows import join_lse, maths_dtype, put_one_per_row
-from .shard import VocabShard
+from megatron_pgloss.logprobs.inputs import check_backward
+from megatron_pgloss.logprobs.rows.per_row import maths_dtype, put_one_per_row
+from megatron_pgloss.logprobs.vocab.join import join_lse
+from megatron_pgloss.logprobs.vocab.merge import Merged, gather_stats, merge_gathered
+from megatron_pgloss.logprobs.vocab.order import RowOrder
+from megatron_pgloss.logprobs.vocab.shard import VocabShard
 
 
 class ReferenceJob(NamedTuple):

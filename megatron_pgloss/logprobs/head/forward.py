@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .merge import Merged, merge
-from .order import RowOrder
-from .rows import maths_dtype
-from .shard import VocabShard
-from .sweep import measure, write_gradient
-from .upstream import Upstream
+from megatron_pgloss.logprobs.rows.per_row import maths_dtype
+from megatron_pgloss.logprobs.rows.sweep import measure, write_gradient
+from megatron_pgloss.logprobs.upstream import Upstream
+from megatron_pgloss.logprobs.vocab.merge import Merged, merge
+from megatron_pgloss.logprobs.vocab.order import RowOrder
+from megatron_pgloss.logprobs.vocab.shard import VocabShard
 
 
 class HeadJob(NamedTuple):
@@ -35,7 +35,7 @@ class HeadJob(NamedTuple):
     keep: bool
 
 
-class Rows(NamedTuple):
+class WantedRows(NamedTuple):
     """The wanted rows."""
 
     hidden_NH: Tensor
@@ -43,13 +43,13 @@ class Rows(NamedTuple):
     inverse_tau_N: Tensor | None
 
 
-def gather_rows(hidden: Tensor, targets: Tensor, inverse_tau: Tensor | None, job: HeadJob) -> Rows:
+def gather_rows(hidden: Tensor, targets: Tensor, inverse_tau: Tensor | None, job: HeadJob) -> WantedRows:
     """The wanted rows of all sequence-parallel ranks."""
     whole = gather_sequence(hidden, job)
     if job.rows is None:
-        return Rows(whole, targets, inverse_tau)
+        return WantedRows(whole, targets, inverse_tau)
     tau = None if inverse_tau is None else inverse_tau[job.rows]
-    return Rows(whole.index_select(0, job.rows), targets[job.rows], tau)
+    return WantedRows(whole.index_select(0, job.rows), targets[job.rows], tau)
 
 
 def gather_sequence(hidden: Tensor, job: HeadJob) -> Tensor:
@@ -67,7 +67,7 @@ def chunks(count: int, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, count))
 
 
-def row_stats(z_RV: Tensor, rows: Rows, part: slice, job: HeadJob) -> Tensor:
+def row_stats(z_RV: Tensor, rows: WantedRows, part: slice, job: HeadJob) -> Tensor:
     """This shard's statistics of a chunk of logits, float64 [R, C]."""
     return measure(
         z_RV,
@@ -80,7 +80,9 @@ def row_stats(z_RV: Tensor, rows: Rows, part: slice, job: HeadJob) -> Tensor:
     )
 
 
-def write_rows(z_RV: Tensor, rows: Rows, index: slice | Tensor, factors: Upstream, whole: Merged, job: HeadJob) -> None:
+def write_rows(
+    z_RV: Tensor, rows: WantedRows, index: slice | Tensor, factors: Upstream, whole: Merged, job: HeadJob
+) -> None:
     """Overwrite logits by their gradient. ``index`` says which of the wanted rows they are."""
     tau_N = rows.inverse_tau_N
     write_gradient(
@@ -91,7 +93,7 @@ def write_rows(z_RV: Tensor, rows: Rows, index: slice | Tensor, factors: Upstrea
     )  # fmt: skip
 
 
-def run_forward(rows: Rows, weight: Tensor, job: HeadJob) -> tuple[Merged, Tensor | None]:
+def run_forward(rows: WantedRows, weight: Tensor, job: HeadJob) -> tuple[Merged, Tensor | None]:
     """Statistics of all wanted rows, merged by one collective; and their logits [N, Vl] where they are kept."""
     count, columns = rows.hidden_NH.size(0), weight.size(0)
     stats_NC = weight.new_empty(count, 3 if job.entropy else 2, dtype=torch.float64)

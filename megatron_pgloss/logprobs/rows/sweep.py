@@ -12,9 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-from .backends import choose, make_rows
-from .order import RowOrder
-from .rows import RowMarks, RowSums, exp2_rate, maths_dtype, row_factors, shard_stats
+from megatron_pgloss.logprobs.rows.backends import choose, make_rows
+from megatron_pgloss.logprobs.rows.per_row import RowMarks, RowSums, exp2_rate, maths_dtype, row_factors, shard_stats
+from megatron_pgloss.logprobs.vocab.order import RowOrder
 
 
 def measure(

@@ -21,16 +21,15 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError, UnsupportedError
+from megatron_pgloss.logprobs.inputs import check_backward, rows_per_chunk
+from megatron_pgloss.logprobs.kept.radix import Rows
+from megatron_pgloss.logprobs.kept.threshold import limits
+from megatron_pgloss.logprobs.rows.per_row import maths_dtype, put_one_per_row
+from megatron_pgloss.logprobs.upstream import upstream_factors
+from megatron_pgloss.logprobs.vocab.merge import Merged, gather_stats, merge_gathered
+from megatron_pgloss.logprobs.vocab.order import RowOrder
+from megatron_pgloss.logprobs.vocab.shard import VocabShard
 from megatron_pgloss.terms.kept import Kept
-
-from .inputs import check_backward, rows_per_chunk
-from .kept_threshold import limits
-from .merge import Merged, gather_stats, merge_gathered
-from .order import RowOrder
-from .radix import Rows
-from .rows import maths_dtype, put_one_per_row
-from .shard import VocabShard
-from .upstream import upstream_factors
 
 
 class KeptJob(NamedTuple):

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import UnsupportedError
+from megatron_pgloss.logprobs.head.backward import InputGradient, check_once
+from megatron_pgloss.logprobs.head.forward import HeadJob, WantedRows, chunks, gather_rows, row_stats, write_rows
+from megatron_pgloss.logprobs.head.wgrad import WeightGrad, accumulate
+from megatron_pgloss.logprobs.upstream import upstream_factors
+from megatron_pgloss.logprobs.vocab.merge import Merged, merge
 
-from .head_forward import HeadJob, Rows, chunks, gather_rows, row_stats, write_rows
-from .head_node import InputGradient, check_once
-from .merge import Merged, merge
-from .upstream import upstream_factors
-from .wgrad import WeightGrad, accumulate
-
-Upstream = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+LossGradients = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+"""From log-prob and entropy (or None) of every token to the loss's gradients by both."""
 
 
 class PlannedHead(torch.autograd.Function):
@@ -34,7 +34,7 @@ class PlannedHead(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, inverse_tau: Tensor | None, job: HeadJob,
-        upstream: Upstream,
+        upstream: LossGradients,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Per chunk: GEMM, statistics, one collective, the objective's gradient, dX and dW."""
         rows = gather_rows(hidden, targets, inverse_tau, job)
@@ -72,7 +72,7 @@ class _Forward:
     """What the chunks of one forward pass leave for backward."""
 
     def __init__(
-        self, rows: Rows, weight: Tensor, count: int, job: HeadJob, upstream: Upstream, for_hidden: bool,
+        self, rows: WantedRows, weight: Tensor, count: int, job: HeadJob, upstream: LossGradients, for_hidden: bool,
         for_weight: bool,
     ) -> None:  # fmt: skip
         self._rows, self._weight, self._job, self._upstream = rows, weight, job, upstream
@@ -98,7 +98,9 @@ class _Forward:
         # Power of two, so exact: half logits would lose gradients of 1e-8 that only a later loss scale makes visible.
         exponent = _exponent(g_R, h_R)
         g_R, h_R = torch.ldexp(g_R, -exponent), None if h_R is None else torch.ldexp(h_R, -exponent)
-        here = Rows(hidden_RH, rows.target_N[part], None if rows.inverse_tau_N is None else rows.inverse_tau_N[part])
+        here = WantedRows(
+            hidden_RH, rows.target_N[part], None if rows.inverse_tau_N is None else rows.inverse_tau_N[part]
+        )
         factors = upstream_factors(g_R, h_R, whole, here.inverse_tau_N)
         write_rows(z_RV, here, slice(None), factors, whole, job)
         scale = torch.ldexp(torch.ones_like(exponent, dtype=self.g_T.dtype), exponent)

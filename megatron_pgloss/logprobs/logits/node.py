@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import chosen
-from .backends import Backend
-from .inputs import check_backward
-from .merge import Merged, gather_stats, merge, merge_gathered
-from .order import RowOrder
-from .rows import maths_dtype
-from .shard import VocabShard
-from .sweep import measure, write_gradient
-from .upstream import upstream_factors
+from megatron_pgloss.logprobs.inputs import check_backward
+from megatron_pgloss.logprobs.logits import chosen
+from megatron_pgloss.logprobs.rows.backends import Backend
+from megatron_pgloss.logprobs.rows.per_row import maths_dtype
+from megatron_pgloss.logprobs.rows.sweep import measure, write_gradient
+from megatron_pgloss.logprobs.upstream import upstream_factors
+from megatron_pgloss.logprobs.vocab.merge import Merged, gather_stats, merge, merge_gathered
+from megatron_pgloss.logprobs.vocab.order import RowOrder
+from megatron_pgloss.logprobs.vocab.shard import VocabShard
 
 
-class Job(NamedTuple):
+class GivenJob(NamedTuple):
     """What a pass needs besides tensors."""
 
     shard: VocabShard
@@ -50,7 +50,7 @@ class GivenLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, logits: Tensor, targets: Tensor, inverse_tau: Tensor | None, ids: Tensor | None, job: Job
+        ctx: Any, logits: Tensor, targets: Tensor, inverse_tau: Tensor | None, ids: Tensor | None, job: GivenJob
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Measure and merge; keep what backward needs."""
         ids_Tk = job.order.flatten_some(ids)
@@ -68,7 +68,7 @@ class GivenLogits(torch.autograd.Function):
         """Gradient of the logits; no collective."""
         if all(g is None for g in upstream):
             return None, None, None, None, None
-        job: Job = ctx.job
+        job: GivenJob = ctx.job
         check_backward(ctx.spent)
         logits, targets, inverse_tau, ids_Tk, chosen_Tk, *whole = ctx.saved_tensors
         ctx.spent = job.reuse_logits
@@ -80,7 +80,7 @@ class GivenLogits(torch.autograd.Function):
 
 
 def _merged(
-    logits: Tensor, targets: Tensor, inverse_tau: Tensor | None, ids_Tk: Tensor | None, job: Job
+    logits: Tensor, targets: Tensor, inverse_tau: Tensor | None, ids_Tk: Tensor | None, job: GivenJob
 ) -> tuple[Merged, Tensor | None]:
     """The forward pass: one streaming pass over the shard, one collective."""
     order, shard = job.order, job.shard
@@ -106,7 +106,7 @@ def _merged(
 
 
 def _outputs(
-    whole: Merged, chosen_Tk: Tensor | None, logits: Tensor, job: Job
+    whole: Merged, chosen_Tk: Tensor | None, logits: Tensor, job: GivenJob
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Log-prob, entropy, lse and chosen ones in targets' shape, in memory of their own: callers may write there."""
     order, dtype = job.order, maths_dtype(logits)
@@ -123,7 +123,7 @@ def _gradient(
     inverse_tau: Tensor | None,
     whole: Merged,
     picked: Picked | None,
-    job: Job,
+    job: GivenJob,
 ) -> Tensor:
     """The factors of each row, and the pass that writes."""
     order = job.order

@@ -10,11 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pgloss.errors import UnsupportedError
-from megatron_pgloss.terms.kept import Kept
-
-from .backends import Backend, choose
-from .chosen import check_chosen
-from .inputs import (
+from megatron_pgloss.logprobs.inputs import (
     check_inputs,
     check_reference,
     check_separate_rows,
@@ -22,12 +18,15 @@ from .inputs import (
     rows_per_chunk,
     usual_chunk_elements,
 )
-from .kept import check_alone, kept_logprobs
-from .node import GivenLogits, Job
-from .order import RowOrder
-from .reference import GivenBoth, ReferenceJob
-from .result import TokenLogprobs
-from .shard import find_shard
+from megatron_pgloss.logprobs.kept.renormalised import check_alone, kept_logprobs
+from megatron_pgloss.logprobs.logits.chosen import check_chosen
+from megatron_pgloss.logprobs.logits.exact_kl import GivenBoth, ReferenceJob
+from megatron_pgloss.logprobs.logits.node import GivenJob, GivenLogits
+from megatron_pgloss.logprobs.result import TokenLogprobs
+from megatron_pgloss.logprobs.rows.backends import Backend, choose
+from megatron_pgloss.logprobs.vocab.order import RowOrder
+from megatron_pgloss.logprobs.vocab.shard import find_shard
+from megatron_pgloss.terms.kept import Kept
 
 
 def token_logprobs(
@@ -127,7 +126,7 @@ def token_logprobs(
             entropy=entropy, lse=lse, reuse_logits=reuse_logits, chunk_elements=chunk_elements,
         )  # fmt: skip
         return TokenLogprobs(*on_set[:3], kept=on_set[3], outside=on_set[4])
-    job = Job(shard, RowOrder.of(logits), entropy, lse, reuse_logits, choose(logits, backend), chunk_elements)
+    job = GivenJob(shard, RowOrder.of(logits), entropy, lse, reuse_logits, choose(logits, backend), chunk_elements)
     if reuse_logits and logits.requires_grad and torch.is_grad_enabled():
         check_separate_rows(logits)
     if ref_logits is not None:

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import SpecError, UnsupportedError
-
-from .compiler import cpp_compiler_problem
-from .rows import RowFactors, RowMarks, RowSums
+from megatron_pgloss.logprobs.rows.compiler import cpp_compiler_problem
+from megatron_pgloss.logprobs.rows.per_row import RowFactors, RowMarks, RowSums
 
 Backend = Literal["triton", "compiled", "eager"]
 COMPILE_FROM = 16_384
@@ -48,14 +47,14 @@ class RowKernels(Protocol):
 def make_rows(backend: str, logits: Tensor, width: int, rows: int, chunk_elements: int) -> RowKernels:
     """The passes of ``backend`` for ``rows`` rows of ``width`` columns."""
     if backend == "triton":
-        from .triton_rows import TritonRows
+        from megatron_pgloss.logprobs.rows.triton import TritonRows
 
         return TritonRows(logits, width, rows)
     if backend == "compiled":
-        from .compiled import CompiledRows
+        from megatron_pgloss.logprobs.rows.compiled import CompiledRows
 
         return CompiledRows(logits, width, rows, chunk_elements)
-    from .eager import EagerRows
+    from megatron_pgloss.logprobs.rows.eager import EagerRows
 
     return EagerRows(logits, width, rows, chunk_elements)
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .order import RowOrder
-from .shard import VocabShard
+from megatron_pgloss.logprobs.vocab.order import RowOrder
+from megatron_pgloss.logprobs.vocab.shard import VocabShard
 
 _BINS = 256
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -15,8 +15,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .inputs import rows_per_chunk
-from .rows import FLOOR, LN2, RowFactors, RowMarks, RowSums, maths_dtype, put_one_per_row
+from megatron_pgloss.logprobs.inputs import rows_per_chunk
+from megatron_pgloss.logprobs.rows.per_row import (
+    FLOOR,
+    LN2,
+    RowFactors,
+    RowMarks,
+    RowSums,
+    maths_dtype,
+    put_one_per_row,
+)
 
 
 class ChunkedRows:

@@ -5,7 +5,6 @@ Shapes: `T` rows (tokens), `H` hidden, `Vl` columns of the local vocabulary shar
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -13,16 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError, LayoutError, SpecError
-
-from .head_forward import HeadJob
-from .head_node import FusedHead
-from .head_planned import PlannedHead
-from .inputs import inverse_temperature, usual_chunk_elements
-from .result import TokenLogprobs
-from .shard import find_shard
+from megatron_pgloss.logprobs.head.backward import BackwardHead
+from megatron_pgloss.logprobs.head.forward import HeadJob
+from megatron_pgloss.logprobs.head.planned import LossGradients, PlannedHead
+from megatron_pgloss.logprobs.inputs import inverse_temperature, usual_chunk_elements
+from megatron_pgloss.logprobs.result import TokenLogprobs
+from megatron_pgloss.logprobs.vocab.shard import find_shard
 
 Mode = Literal["keep", "recompute", "forward"]
-Upstream = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 MODES = ("keep", "recompute", "forward")
 
 
@@ -39,7 +36,7 @@ def linear_token_logprobs(
     sequence_parallel: bool = False,
     vocab_size: int | None = None,
     mode: Mode = "keep",
-    upstream: Upstream | None = None,
+    upstream: LossGradients | None = None,
     into_main_grad: bool = False,
     chunk_tokens: int = 4096,
     chunk_elements: int | None = None,
@@ -113,7 +110,7 @@ def linear_token_logprobs(
         assert upstream is not None
         logprob, entropies = PlannedHead.apply(hidden, weight, targets, inverse_tau, job, upstream)
     else:
-        logprob, entropies = FusedHead.apply(hidden, weight, targets, inverse_tau, job, needs_grad)
+        logprob, entropies = BackwardHead.apply(hidden, weight, targets, inverse_tau, job, needs_grad)
     return TokenLogprobs(logprob, entropies)
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .rows import FLOOR, LN2, RowFactors, RowMarks, RowSums
+from megatron_pgloss.logprobs.rows.per_row import FLOOR, LN2, RowFactors, RowMarks, RowSums
 
 FORWARD_BLOCK = 4096
 BACKWARD_BLOCK = 4096

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_pgloss.logprobs.vocab.join import join_entropy, join_lse
+
 LN2 = math.log(2.0)
 # 2^FLOOR is 0 in float64 as well: it stands in for -inf where a product with probability 0 is 0.
 FLOOR = -1500.0
@@ -91,27 +93,6 @@ def shard_stats(sums: RowSums, inverse_tau_T: Tensor | None) -> tuple[Tensor, Te
     mean_ST = sums.moment.double() * LN2 / sums.total.double()
     lse_T = join_lse(lse_ST)
     return lse_T, join_entropy(lse_ST, log_total_ST - mean_ST, lse_T)
-
-
-def join_lse(lse_ST: Tensor) -> Tensor:
-    """log sum_s exp(lse_s) over the first dimension; -inf where all are."""
-    if lse_ST.size(0) == 1:
-        return lse_ST[0]
-    peak_T = lse_ST.amax(0)
-    centre_T = torch.where(peak_T == -math.inf, 0.0, peak_T)
-    return centre_T + (lse_ST - centre_T).exp().sum(0).log()
-
-
-def join_entropy(lse_ST: Tensor, entropy_ST: Tensor, lse_T: Tensor) -> Tensor:
-    """H = sum_s W_s (H_s - log W_s), W_s = exp(lse_s - lse): the chain rule of entropy.
-
-    Parts with lse_s = -inf are selected out; where lse is -inf the result is NaN.
-    """
-    empty_ST = lse_ST == -math.inf  # not `<=`: NaN has to pass through
-    log_weight_ST = lse_ST - lse_T
-    share_ST = log_weight_ST.exp() * (entropy_ST - log_weight_ST)
-    total_T = torch.where(empty_ST, 0.0, share_ST).sum(0)
-    return torch.where(lse_T == -math.inf, math.nan, total_T)
 
 
 def row_factors(

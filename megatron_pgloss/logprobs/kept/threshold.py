@@ -11,9 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from megatron_pgloss.logprobs.kept.radix import Rows, count_one, floats, keys, masses, peaks, search
 from megatron_pgloss.terms.kept import TopPOf
-
-from .radix import Rows, count_one, floats, keys, masses, peaks, search
 
 
 def limits(

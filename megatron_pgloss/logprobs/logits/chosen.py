@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError
-
-from .merge import Merged
-from .order import RowOrder
-from .rows import put_one_per_row
-from .shard import VocabShard
-from .upstream import Upstream
+from megatron_pgloss.logprobs.rows.per_row import put_one_per_row
+from megatron_pgloss.logprobs.upstream import Upstream
+from megatron_pgloss.logprobs.vocab.merge import Merged
+from megatron_pgloss.logprobs.vocab.order import RowOrder
+from megatron_pgloss.logprobs.vocab.shard import VocabShard
 
 
 def check_chosen(ids: Tensor, targets: Tensor) -> None:
