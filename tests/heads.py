@@ -12,13 +12,13 @@ from jobs import Job
 
 import megatron_pgloss as pg
 from data import Dice
-from megatron_pgloss.verify import models
-from megatron_pgloss.verify.compare import worst
-from megatron_pgloss.verify.drive import BUILDERS, leave, make_step, run_schedule
-from megatron_pgloss.verify.judge import plain
+from megatron_pgloss.verify.layouts import models
+from megatron_pgloss.verify.layouts.reshard import full_gradients, placements
+from megatron_pgloss.verify.layouts.weights import deterministic_weights
 from megatron_pgloss.verify.oracle import oracle_kl, oracle_logprobs, oracle_loss
-from megatron_pgloss.verify.reshard import full_gradients, placements
-from megatron_pgloss.verify.weights import deterministic_weights
+from megatron_pgloss.verify.run.compare import worst
+from megatron_pgloss.verify.run.drive import BUILDERS, leave, make_step, run_schedule
+from megatron_pgloss.verify.run.judge import plain
 
 REFERENCE_SEED = 9
 

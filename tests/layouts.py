@@ -6,9 +6,9 @@ import warnings
 from itertools import combinations
 from typing import Any
 
-from megatron_pgloss.verify.drive import leave
-from megatron_pgloss.verify.layout import Layout
-from megatron_pgloss.verify.specs import rich, shaping
+from megatron_pgloss.verify.layouts.scenario import Scenario
+from megatron_pgloss.verify.run.drive import leave
+from megatron_pgloss.verify.run.specs import rich, shaping
 
 __all__ = [
     "DISTOPT",
@@ -35,7 +35,7 @@ def quiet() -> None:
     warnings.simplefilter("ignore")
 
 
-def features(layout: Layout) -> set[Any]:
+def features(layout: Scenario) -> set[Any]:
     """What a layout shows: sizes, flags, and every pair of axes that it has together."""
     axes = {axis for axis in ("tp", "pp", "vpp", "cp", "ep", "dp") if (getattr(layout, axis) or 1) > 1}
     modes = {flag for flag in ("sp", "per_token", "distributed_optimizer", "packed") if getattr(layout, flag)}
@@ -62,7 +62,7 @@ def features(layout: Layout) -> set[Any]:
     return shown | set(combinations(sorted(axes | modes), 2))
 
 
-def representative(table: dict[int, tuple[Layout, ...]]) -> list[Layout]:
+def representative(table: dict[int, tuple[Scenario, ...]]) -> list[Scenario]:
     """The cheap worlds whole; of the larger ones, few layouts that show all that the table shows, and three axes at
     once.
     """
@@ -78,10 +78,10 @@ def representative(table: dict[int, tuple[Layout, ...]]) -> list[Layout]:
 
 def tour(rank: int, world: int, names: list[str] | None = None, precision: str = "float64") -> list[Any]:
     """For `worlds.run_world`: every spec on every layout of this world, or on those of ``names``; all outcomes."""
-    from megatron_pgloss.verify.judge import PRECISIONS, Judge
-    from megatron_pgloss.verify.layouts import LAYOUTS
-    from megatron_pgloss.verify.specs import SPECS, without_edges
-    from megatron_pgloss.verify.visit import visit
+    from megatron_pgloss.verify.layouts.table import LAYOUTS
+    from megatron_pgloss.verify.run.judge import PRECISIONS, Judge
+    from megatron_pgloss.verify.run.specs import SPECS, without_edges
+    from megatron_pgloss.verify.run.visit import visit
 
     quiet()
     kind = PRECISIONS[precision]

@@ -2,9 +2,9 @@
 
 Every parameter, after Megatron's own schedule, wrapper and ``finalize_model_grads``, is held against the loss written
 from its formulas on the whole step in one process. A world of one, two, four and eight processes each visit layouts of
-`megatron_pgloss.verify.layouts` that take so many, all under every spec of `megatron_pgloss.verify.specs`: all those of
-one and two, and so many of the others as show every axis, flag and pair of axes. ``PGLOSS_EVERY_LAYOUT=1`` visits all;
-the last full run is in docs/verified.md.
+`megatron_pgloss.verify.layouts.table` that take so many, all under every spec of `megatron_pgloss.verify.run.specs`:
+all those of one and two, and so many of the others as show every axis, flag and pair of axes.
+``PGLOSS_EVERY_LAYOUT=1`` visits all; the last full run is in docs/verified.md.
 
 Error of a parameter: max |g - g0| / max(max |g0|, 1e-3 of the largest over all parameters).
 """
@@ -21,8 +21,8 @@ import layouts
 import pytest
 
 import megatron_pgloss as pg
-from megatron_pgloss.verify.layouts import LAYOUTS, every_layout
-from megatron_pgloss.verify.specs import SPECS
+from megatron_pgloss.verify.layouts.table import LAYOUTS, every_layout
+from megatron_pgloss.verify.run.specs import SPECS
 from worlds import run_world
 
 TOLERANCE = 1e-10

@@ -60,8 +60,8 @@ KEPT = {
 
 def tour(rank: int, world: int) -> dict[str, list[Any]]:
     """All presets on each layout."""
-    from megatron_pgloss.verify.judge import Judge
-    from megatron_pgloss.verify.visit import visit
+    from megatron_pgloss.verify.run.judge import Judge
+    from megatron_pgloss.verify.run.visit import visit
 
     layouts.quiet()
     judge = Judge({name: spec for name, spec in presets().items() if name not in NO_MODEL} | {"taught": TAUGHT} | KEPT)

@@ -14,8 +14,8 @@ import torch
 from test_verify import torchrun
 
 import megatron_pgloss as pg
-from megatron_pgloss.verify.fault import CP, EVERYWHERE, NOWHERE, PP, TP, Fault, Place, find, injected
-from megatron_pgloss.verify.fault_report import Cell, SelfTest
+from megatron_pgloss.verify.faults.fault import CP, EVERYWHERE, NOWHERE, PP, TP, Fault, Place, find, injected
+from megatron_pgloss.verify.faults.report import Cell, SelfTest
 from worlds import run_world
 
 PLACE = Place(
@@ -91,8 +91,8 @@ BAD_TABLES = {
 
 def tour(rank: int, world: int) -> dict[str, list[str]]:
     warnings.simplefilter("ignore")
-    from megatron_pgloss.verify.fault_bench import BENCHES
     from megatron_pgloss.verify.faults import put_in
+    from megatron_pgloss.verify.faults.bench import BENCHES
 
     return {name: put_in([one], BENCHES[2:3]).problems for name, one in BAD_TABLES.items()}
 

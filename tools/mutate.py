@@ -126,7 +126,7 @@ def warm(folder: Path, file: str) -> ModuleType:
         import torch
 
         torch.set_num_threads(1)
-        for name in ("verify.faults", "adapters", "presets"):
+        for name in ("verify.faults.self_test", "adapters", "presets"):
             if (folder / "megatron_pgloss" / f"{name.replace('.', '/')}.py").exists():
                 importlib.import_module(f"megatron_pgloss.{name}")
         for name in ("distributed", "models.gpt.gpt_layer_specs", "pipeline_parallel", "optimizer"):
