@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time of the loss beyond the log-probs: the plan of a step, and of one micro-batch its streams, terms and metrics.
 
-    python tools/bench_plan.py --tokens 100000 400000 --rounds 9
+    python tools/bench/plan.py --tokens 100000 400000 --rounds 9
 
 A floor stands beside each stage: how many passes over the tokens it makes (operations that read or write a number for
 each of them, counted as they are dispatched), times what one product of two float32 streams takes. On a GPU a stage is
@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tools/
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))  # runs from a checkout that is not installed
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How many collectives a log-prob costs under tensor parallelism, and what they carry: ours beside the peers'.
 
-    python tools/bench_collectives.py
+    python tools/bench/collectives.py
 
 One world of four gloo processes on the CPU, as TP 4 and then as two replicas of TP 2. Every function of
 torch.distributed that communicates is wrapped before anything else is imported; counted are its outermost calls, and
@@ -20,7 +20,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tools/
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))  # runs from a checkout that is not installed
 
 import torch
 import torch.distributed as dist
@@ -65,8 +66,7 @@ class Calls:
 
 def implementations(group: Any) -> Any:
     """(name, what runs on this rank's logits or hidden states and weight, whether it is a head)."""
-    import bench_peers
-
+    from bench import peers
     from megatron_pgloss import token_logprobs
     from megatron_pgloss.logprobs import linear_token_logprobs
 
@@ -80,7 +80,7 @@ def implementations(group: Any) -> Any:
 
     yield "ours", ours, False
     yield "ours, fused head", head, True
-    for name, run in bench_peers.logits_given([], None):
+    for name, run in peers.logits_given([], None):
         if name.startswith(("Megatron", "verl", "Liger")):
             yield name, run, False
 

@@ -1,6 +1,6 @@
 """Compare every mode and loss that verl 0.9.1 and this package have under one name, on random batches, in float64.
 
-    python tools/compare_verl.py [--write docs/verl.md | --check docs/verl.md]
+    PYTHONPATH=.:tools python -m compare_verl [--write docs/verl.md | --check docs/verl.md]
 
 Needs verl (tools/compare_verl.sh installs it without its GPU stack). Prints the table, and fails where two that should
 be equal are not, or where a difference that the table explains is gone.
@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 
 import torch
-from verl_pairs import Data, Row
-from verl_rows import ROWS
+
+from compare_verl.pairs import Data, Row
+from compare_verl.rows import ROWS
 
 EQUAL = 1e-10
 
@@ -55,7 +56,7 @@ def _words(text: str) -> str:
 
 HEADER = """# verl and this package, side by side
 
-Made by `tools/compare_verl.py`: both run on the same random batches (float64, 7 rows of up to 12 tokens, holes in the
+Made by `tools/compare_verl.sh`: both run on the same random batches (float64, 7 rows of up to 12 tokens, holes in the
 masks, one row masked whole), verl 0.9.1 on the whole batch, this package in three micro-batches. "equal": to 1e-10 of
 the largest entry. Otherwise the largest relative difference, which is deliberate and explained.
 

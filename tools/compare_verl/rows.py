@@ -1,13 +1,27 @@
-"""What is compared with verl 0.9.1, line by line, and why two lines may differ. See tools/compare_verl.py."""
+"""What is compared with verl 0.9.1, line by line, and why two lines may differ. See tools/compare_verl.sh."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import Tensor
-from verl_pairs import SEQUENCE, TOKEN, Answer, B, Data, Row, aggregated, kl_only, ours, plain, policy, rl, theirs
 
 import megatron_pgloss as pg
+from compare_verl.pairs import (
+    SEQUENCE,
+    TOKEN,
+    Answer,
+    B,
+    Data,
+    Row,
+    aggregated,
+    kl_only,
+    ours,
+    plain,
+    policy,
+    rl,
+    theirs,
+)
 from megatron_pgloss import spec as ps
 
 CLIP = pg.Clip(low=0.2, high=0.28)

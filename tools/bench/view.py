@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import bench_collectives
-import bench_plan
+from bench import collectives, plan
 
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 
@@ -58,9 +57,9 @@ def write_page(report: dict[str, Any], page: Path, command: str) -> None:
         skipped = "; ".join(f"{name} ({reason})" for name, reason in table["skipped"].items())
         parts += [_where(table["profile"])] if "profile" in table else []
         parts += [f"Not run: {skipped}."] if skipped else []
-    parts.append(bench_plan.markdown(report["rest"]))
+    parts.append(plan.markdown(report["rest"]))
     if "collectives" in report:
-        parts.append(bench_collectives.markdown(report["collectives"]))
+        parts.append(collectives.markdown(report["collectives"]))
     text = page.read_text()
     before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
     page.write_text(before + "\n\n" + "\n\n".join(parts) + "\n\n" + after)

@@ -1,4 +1,4 @@
-"""Both sides of a comparison with verl: the batches, this package's answer and verl's. See tools/compare_verl.py."""
+"""Both sides of a comparison with verl: the batches, this package's answer and verl's. See tools/compare_verl.sh."""
 
 from __future__ import annotations
 
