@@ -232,12 +232,6 @@ def refusals() -> dict[str, str]:
     refused("tied", lambda: pgm.PolicyLossStep(pg.presets.critic(), chunks, split=split))
     chunks[0].module.share_embeddings_and_output_weights = False
     chunks[0].config.mtp_num_layers = 1
-    refused("mtp", lambda: outputs_refuse(chunks))
+    refused("mtp", lambda: pgm.PolicyLossStep(pg.presets.critic(), chunks, split=split))
     leave(chunks)
     return found
-
-
-def outputs_refuse(chunks: list[Any]) -> None:
-    from megatron_pgloss.megatron import value
-
-    value.refuse(pg.presets.critic(), [chunks[0].module], chunks[0].config)

@@ -167,6 +167,7 @@ def _everyone_speaks(right: Any, at: Place) -> Any:
 
 
 _FACTORS, _STEP = "megatron_pgloss.megatron.factors", "megatron_pgloss.megatron.step:PolicyLossStep"
+_RUNTIME = "megatron_pgloss.megatron.runtime:Runtime"
 _CONTEXT, _MICRO = "megatron_pgloss.megatron.context_parallel", "megatron_pgloss.planning.microbatch:MicroBatch"
 _SEGMENTS, _LOGPROBS = "megatron_pgloss.terms.segments", "megatron_pgloss.logprobs"
 
@@ -233,7 +234,7 @@ RANK_FAULTS = (
         imitates="CP cuts the packed row, not each document", shows=CP & PACKED,
     ),
     Fault(
-        name="documents not kept apart", target=f"{_STEP}.run_model", make=_one_document,
+        name="documents not kept apart", target=f"{_RUNTIME}.run_model", make=_one_document,
         imitates="attention crosses the borders of packed documents", shows=PACKED,
     ),
     Fault(

@@ -73,8 +73,8 @@ def _run(step: PolicyLossStep, batches: Sequence[TokenBatch], run: Any, beside: 
         step.close()
     else:
         # Not through `begin`: the step's scale of multi-token prediction must not be in place.
-        made = step._make_plan(batches, step.spec)
-        run(made, cross_entropy_step(step), step._iterators(made))
+        made = step.make_plan(batches, step.spec)
+        run(made, cross_entropy_step(step), step.iterators(made))
     return full_gradients(step.chunks)
 
 

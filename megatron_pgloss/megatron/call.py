@@ -6,7 +6,8 @@ from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_pgloss.megatron import modes, mtp
+from megatron_pgloss.megatron import mtp
+from megatron_pgloss.megatron.conditions import in_chain
 from megatron_pgloss.planning import MicroBatch
 
 
@@ -27,7 +28,7 @@ def keywords(micro: MicroBatch, model: Any, config: Any) -> dict[str, Any]:
         )  # fmt: skip
     if mtp.active(config):
         found["loss_mask"] = mtp.loss_mask(micro)
-    if modes.in_chain(model, "Float16Module"):
+    if in_chain(model, "Float16Module"):
         # It would upcast the logits: twice the memory, and more traffic than the whole loss.
         found["fp32_output"] = False
     return found
