@@ -11,7 +11,7 @@ from torch import Tensor
 
 import megatron_pgloss as pg
 from megatron_pgloss.megatron.conditions import Setup
-from megatron_pgloss.megatron.exchange import nonfinite
+from megatron_pgloss.megatron.finish import nonfinite
 from megatron_pgloss.megatron.modes import refuse
 from megatron_pgloss.metrics import Metric, merge_all
 

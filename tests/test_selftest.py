@@ -15,7 +15,7 @@ from test_verify import torchrun
 
 import megatron_pgloss as pg
 from megatron_pgloss.verify.faults.fault import CP, EVERYWHERE, NOWHERE, PP, TP, Fault, Place, find, injected
-from megatron_pgloss.verify.faults.report import Cell, SelfTest
+from megatron_pgloss.verify.faults.seen import Cell, SelfTest
 from worlds import run_world
 
 PLACE = Place(
@@ -81,7 +81,7 @@ BAD_TABLES = {
     "neutral": fault(make=lambda right, at: right),
     "said to be invisible": fault(shows=NOWHERE),
     "never run": fault(
-        target="megatron_pgloss.megatron.exchange:broadcast", make=lambda right, at: right, shows=NOWHERE
+        target="megatron_pgloss.megatron.sharing:broadcast", make=lambda right, at: right, shows=NOWHERE
     ),
     "refused": fault(
         target="megatron_pgloss.megatron.factors:_drive", make=lambda right, at: lambda *args, **more: more["explicit"]
@@ -110,7 +110,7 @@ def test_a_neutral_fault_a_wrong_table_and_a_patch_that_never_ran_go_red() -> No
     assert "seen by no layout" in nowhere
     assert "cannot show on 'dp2 tp2 temperature', but the error is" in visible
     never, _ = problems["never run"]
-    assert "patch not reached, megatron_pgloss.megatron.exchange:broadcast never ran" in never
+    assert "patch not reached, megatron_pgloss.megatron.sharing:broadcast never ran" in never
 
 
 @pytest.mark.parametrize(

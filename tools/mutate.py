@@ -42,6 +42,7 @@ JUDGES = {
     "megatron/step.py": (
         "tests/test_step_options.py", "layouts", "tests/test_step.py", "tests/test_refusals.py", "tests/test_moe.py",
     ),
+    "megatron/runtime.py": ("tests/test_step_options.py", "layouts", "tests/test_step.py", "tests/test_refusals.py"),
     "objective/surrogates.py": (
         "tests/test_surrogates.py tests/test_preset_values.py tests/test_preset_values_weighted.py",
         "tests/test_objectives_oracle.py tests/test_statistics.py",

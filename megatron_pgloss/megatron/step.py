@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError, LayoutError, PGLossError, SpecError
-from megatron_pgloss.megatron import counting, exchange, factors, forward_only, mtp, outputs
+from megatron_pgloss.megatron import counting, factors, finish, forward_only, mtp, outputs
 from megatron_pgloss.megatron.head import HeadMode
 from megatron_pgloss.megatron.reference import Reference, needed
 from megatron_pgloss.megatron.runtime import Runtime, as_chunks
@@ -245,12 +245,12 @@ class PolicyLossStep(Runtime):
         wanted = [
             name for part in self.spec.components for name in names(part, self.spec, streams, self.spec.needs_entropy)
         ]
-        metrics, place, updated = exchange.collect(list(losses), wanted, made, self.layout)
+        metrics, place, updated = finish.collect(list(losses), wanted, made, self.layout)
         if updated:  # an evaluation is none
             made.mark_updated()
         self.close()
-        results = exchange.results(metrics, made)
-        error = exchange.nonfinite(metrics, place)
+        results = finish.results(metrics, made)
+        error = finish.nonfinite(metrics, place)
         if made.recorder is not None and updated:
             if error is None or self.on_nonfinite == "report":
                 forward_only.settle(self, made)

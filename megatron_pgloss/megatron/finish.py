@@ -1,15 +1,11 @@
-"""The end of a step: one gather over the world that carries metrics and the fault flag. And sharing data inside a
-replica.
-"""
+"""The end of a step: one gather over the world that carries metrics and the fault flag."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pgloss.errors import LayoutError, NonFiniteError
@@ -17,7 +13,6 @@ from megatron_pgloss.megatron.layout import Layout
 from megatron_pgloss.metrics import Metric, fold
 from megatron_pgloss.planning import Plan
 from megatron_pgloss.planning.sets import where
-from megatron_pgloss.rollouts import TokenBatch, broken
 
 _TEXT = 64
 """int64 words of text for the place of a fault."""
@@ -103,27 +98,3 @@ def nonfinite(metrics: Mapping[str, Metric], place: str | None) -> NonFiniteErro
         fix="look at the model's logits there (on kept sets, -inf is a sampled token outside of its set: "
         "KeptSet(outside='drop') or 'add'); on_nonfinite='skip' or 'report' goes on",
     )
-
-
-def broadcast(batches: Iterable[TokenBatch] | None, *, pg_collection: Any = None) -> list[TokenBatch]:
-    """Share the batches of a replica's first rank (tensor, context and pipeline rank 0) with its other ranks.
-
-    A collective: every rank calls it; what the others pass is ignored. Only needed where one rank has the data.
-
-    Returns:
-        The first rank's batches, on every rank of its replica.
-    """
-    layout = Layout.read(pg_collection)
-    box: list[Any] = [list(batches) if batches is not None else None]
-    for group, rest in (
-        (layout.tp, layout.cp_rank == 0 and layout.pp_rank == 0),
-        (layout.cp, layout.pp_rank == 0),
-        (layout.pp, True),
-    ):
-        if group is not None and rest:
-            dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
-    if box[0] is None:
-        # Raised by the next plan: here it would leave the other replicas waiting.
-        missing = LayoutError("the first rank of the replica passed no batches", expected="a list of TokenBatch")
-        return [broken(missing)]
-    return box[0]  # type: ignore[no-any-return]
