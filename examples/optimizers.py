@@ -7,7 +7,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from megatron_pgloss.verify.reshard import full_gradients, placements
+from megatron_pgloss.verify.layouts.reshard import full_gradients, placements
 
 
 def gradient_norm(chunks: list, *, distributed: bool) -> float:

@@ -15,8 +15,8 @@ from rollouts import Policy, Rollout, sample, to_batches
 
 import megatron_pgloss as pg
 from megatron_pgloss import megatron as pgm
-from megatron_pgloss.verify.models import build_gpt, init_parallel
-from megatron_pgloss.verify.weights import deterministic_weights
+from megatron_pgloss.verify.layouts.models import build_gpt, init_parallel
+from megatron_pgloss.verify.layouts.weights import deterministic_weights
 
 
 class Run:

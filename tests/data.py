@@ -1,7 +1,7 @@
-"""Synthetic rows: see `megatron_pgloss.verify.rows`, where they live."""
+"""Synthetic rows: see `megatron_pgloss.verify.data.rows`, where they live."""
 
 from __future__ import annotations
 
-from megatron_pgloss.verify.rows import Dice, Row, attach_streams, make_rows, tail_rows
+from megatron_pgloss.verify.data.rows import Dice, Row, attach_streams, make_rows, tail_rows
 
 __all__ = ["Dice", "Row", "attach_streams", "make_rows", "tail_rows"]

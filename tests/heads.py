@@ -12,13 +12,13 @@ from jobs import Job
 
 import megatron_pgloss as pg
 from data import Dice
-from megatron_pgloss.verify import models
-from megatron_pgloss.verify.compare import worst
-from megatron_pgloss.verify.drive import BUILDERS, leave, make_step, run_schedule
-from megatron_pgloss.verify.judge import plain
+from megatron_pgloss.verify.layouts import models
+from megatron_pgloss.verify.layouts.reshard import full_gradients, placements
+from megatron_pgloss.verify.layouts.weights import deterministic_weights
 from megatron_pgloss.verify.oracle import oracle_kl, oracle_logprobs, oracle_loss
-from megatron_pgloss.verify.reshard import full_gradients, placements
-from megatron_pgloss.verify.weights import deterministic_weights
+from megatron_pgloss.verify.run.compare import worst
+from megatron_pgloss.verify.run.drive import BUILDERS, leave, make_step, run_schedule
+from megatron_pgloss.verify.run.judge import plain
 
 REFERENCE_SEED = 9
 
@@ -232,12 +232,6 @@ def refusals() -> dict[str, str]:
     refused("tied", lambda: pgm.PolicyLossStep(pg.presets.critic(), chunks, split=split))
     chunks[0].module.share_embeddings_and_output_weights = False
     chunks[0].config.mtp_num_layers = 1
-    refused("mtp", lambda: outputs_refuse(chunks))
+    refused("mtp", lambda: pgm.PolicyLossStep(pg.presets.critic(), chunks, split=split))
     leave(chunks)
     return found
-
-
-def outputs_refuse(chunks: list[Any]) -> None:
-    from megatron_pgloss.megatron import value
-
-    value.refuse(pg.presets.critic(), [chunks[0].module], chunks[0].config)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megatron_pgloss.verify.batches import batch_of, batches_of, rows_of_step, share
-from megatron_pgloss.verify.compare import worst
-from megatron_pgloss.verify.drive import build, one_step, run_schedule
-from megatron_pgloss.verify.judge import oracle_model
-from megatron_pgloss.verify.layout import Layout as Job
-from megatron_pgloss.verify.rows import VOCAB, WIDTH
+from megatron_pgloss.verify.data.batches import batch_of, batches_of, rows_of_step, share
+from megatron_pgloss.verify.data.rows import VOCAB, WIDTH
+from megatron_pgloss.verify.layouts.scenario import Scenario as Job
+from megatron_pgloss.verify.run.compare import worst
+from megatron_pgloss.verify.run.drive import build, one_step, run_schedule
+from megatron_pgloss.verify.run.judge import oracle_model
 from support.shelf import answer as oracle_answer
 from support.shelf import judge_of
 

@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_pgloss.verify.drive import leave
-from megatron_pgloss.verify.layout import Layout
-from megatron_pgloss.verify.specs import rich, shaping
+from megatron_pgloss.verify.layouts.scenario import Scenario
+from megatron_pgloss.verify.run.drive import leave
+from megatron_pgloss.verify.run.specs import rich, shaping
 from support.cover import pairs, visited
 from support.shelf import judge_of
 
@@ -41,13 +41,13 @@ def quiet() -> None:
     warnings.simplefilter("ignore")
 
 
-def axes(layout: Layout) -> set[str]:
+def axes(layout: Scenario) -> set[str]:
     """The parallel dimensions above one, and the modes."""
     found = {axis for axis in ("tp", "pp", "vpp", "cp", "ep", "dp") if (getattr(layout, axis) or 1) > 1}
     return found | {mode for mode in ("sp", "per_token", "distributed_optimizer", "packed") if getattr(layout, mode)}
 
 
-def features(layout: Layout) -> set[Any]:
+def features(layout: Scenario) -> set[Any]:
     """What a layout shows: sizes, flags, every pair of axes that it has together, and tp x pp x cp."""
     flags = ("overlap", "average", "variable_lengths", "collection", "tied", "temperature", "tail", "empty_rank")
     kinds = (
@@ -70,18 +70,18 @@ def features(layout: Layout) -> set[Any]:
     return shown | pairs(axes(layout), TRIPLES)
 
 
-def visits(table: dict[int, tuple[Layout, ...]], specs: Iterable[str]) -> list[tuple[Layout, str]]:
+def visits(table: dict[int, tuple[Scenario, ...]], specs: Iterable[str]) -> list[tuple[Scenario, str]]:
     """Which specs each layout is visited with: what shows every feature of every layout, every axis with every spec,
     and packed rows under context parallelism with every spec that has a statistic of a unit.
     """
     cases = [(at, spec) for world in table for at in table[world] for spec in ([""] if at.own else specs)]
 
-    def shows(case: tuple[Layout, str]) -> set[Any]:
+    def shows(case: tuple[Scenario, str]) -> set[Any]:
         at, spec = case
         triples = [("cp", "packed", f"spec {name}") for name in OVER_UNITS]
         return features(at) | pairs({*axes(at), f"spec {spec}"}, triples)
 
-    def cost(case: tuple[Layout, str]) -> float:
+    def cost(case: tuple[Scenario, str]) -> float:
         return 1.0 + (case[0].world or 1)
 
     # Everything of two processes, three axes at once, and what the tests of the harness itself read.
@@ -92,10 +92,10 @@ def visits(table: dict[int, tuple[Layout, ...]], specs: Iterable[str]) -> list[t
 
 def tour(rank: int, world: int, chosen: dict[str, list[str]], precision: str = "float64") -> list[Any]:
     """For `worlds.run_world`: layouts of this world by name, each under the specs named; all outcomes."""
-    from megatron_pgloss.verify.judge import PRECISIONS
-    from megatron_pgloss.verify.layouts import LAYOUTS
-    from megatron_pgloss.verify.specs import SPECS, without_edges
-    from megatron_pgloss.verify.visit import visit
+    from megatron_pgloss.verify.layouts.table import LAYOUTS
+    from megatron_pgloss.verify.run.judge import PRECISIONS
+    from megatron_pgloss.verify.run.specs import SPECS, without_edges
+    from megatron_pgloss.verify.run.visit import visit
 
     quiet()
     kind = PRECISIONS[precision]

@@ -17,8 +17,8 @@ def _step(layout: dict[str, int], model: dict[str, Any], *, seed: int = 3, final
     """One step of ``mean over rows of sum tanh(z)^3``: (chunks, layout), gradients in place."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_pgloss.verify.models import build_gpt, init_parallel
-    from megatron_pgloss.verify.weights import deterministic_weights
+    from megatron_pgloss.verify.layouts.models import build_gpt, init_parallel
+    from megatron_pgloss.verify.layouts.weights import deterministic_weights
 
     at = init_parallel(**layout)
     chunks = build_gpt(**(SMALL | model))
@@ -52,8 +52,8 @@ def _run(run: Any, chunks: list[Any], at: Any) -> None:
 
 
 def _grads(layout: dict[str, int], model: dict[str, Any]) -> dict[str, torch.Tensor]:
-    from megatron_pgloss.verify.models import destroy_parallel
-    from megatron_pgloss.verify.reshard import full_gradients
+    from megatron_pgloss.verify.layouts.models import destroy_parallel
+    from megatron_pgloss.verify.layouts.reshard import full_gradients
 
     chunks, _ = _step(layout, model)
     out = full_gradients(chunks)
@@ -80,8 +80,8 @@ def gpt2_like(rank: int) -> float:
 
 def own_layers_are_megatrons(rank: int) -> float:
     """Our attention and norms give what Megatron's local ones give, which know neither CP, SP nor packing."""
-    from megatron_pgloss.verify.models import build_gpt, destroy_parallel, init_parallel
-    from megatron_pgloss.verify.weights import deterministic_weights
+    from megatron_pgloss.verify.layouts.models import build_gpt, destroy_parallel, init_parallel
+    from megatron_pgloss.verify.layouts.weights import deterministic_weights
 
     init_parallel()
     above = torch.ones(16, 16, dtype=torch.bool).triu(1)[None, None]
@@ -122,9 +122,9 @@ def half_precision(rank: int) -> float:
 
 def loading(rank: int) -> float:
     """Weights read on one layout and loaded on another are the same, bit for bit, and so are fresh ones."""
-    from megatron_pgloss.verify.models import build_gpt, destroy_parallel, init_parallel
-    from megatron_pgloss.verify.reshard import full_parameters, load_full
-    from megatron_pgloss.verify.weights import deterministic_weights
+    from megatron_pgloss.verify.layouts.models import build_gpt, destroy_parallel, init_parallel
+    from megatron_pgloss.verify.layouts.reshard import full_parameters, load_full
+    from megatron_pgloss.verify.layouts.weights import deterministic_weights
 
     model = SMALL | dict(experts=4, vocab_size=47)
     found = []
@@ -152,8 +152,8 @@ def optimizers(rank: int) -> float:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_pgloss.verify.models import destroy_parallel
-    from megatron_pgloss.verify.reshard import full_parameters
+    from megatron_pgloss.verify.layouts.models import destroy_parallel
+    from megatron_pgloss.verify.layouts.reshard import full_parameters
 
     found = []
     for layout, sharded in (({}, False), ({}, True), (dict(tp=2), False)):
@@ -180,7 +180,7 @@ def optimizers(rank: int) -> float:
 
 def order(rank: int) -> list[Any]:
     """Global rank counts tp, then cp, then dp, then pp."""
-    from megatron_pgloss.verify.models import destroy_parallel, init_parallel
+    from megatron_pgloss.verify.layouts.models import destroy_parallel, init_parallel
 
     out = []
     for layout in (dict(tp=2), dict(cp=2), dict(pp=2), {}):
@@ -193,7 +193,7 @@ def order(rank: int) -> list[Any]:
 
 def threads_stay(rank: int) -> list[int]:
     """Open gloo groups poll; a long visit of layouts must not pile them up."""
-    from megatron_pgloss.verify.models import destroy_parallel, init_parallel
+    from megatron_pgloss.verify.layouts.models import destroy_parallel, init_parallel
 
     counts = []
     for _ in range(3):
@@ -218,8 +218,8 @@ def refusals(rank: int) -> dict[str, str]:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from megatron_pgloss.megatron.cpu.attention import rank_positions
-    from megatron_pgloss.verify.models import build_gpt, destroy_parallel, init_parallel
-    from megatron_pgloss.verify.reshard import full_gradients, load_full
+    from megatron_pgloss.verify.layouts.models import build_gpt, destroy_parallel, init_parallel
+    from megatron_pgloss.verify.layouts.reshard import full_gradients, load_full
 
     out = {"world": _message(lambda: init_parallel(tp=4)), "zigzag": _message(lambda: rank_positions(10, 2, 0))}
     chunks, _ = _step({}, {}, finalize=False)

@@ -57,8 +57,8 @@ def trajectory(
     record: Path, steps: list[dict[str, Any]], spec: pg.LossSpec, recipe: Recipe
 ) -> list[tuple[float, float]]:
     """Loss and gradient norm before each of ``steps``, in a process group of one that the caller has made."""
-    from megatron_pgloss.verify.models import build_gpt, destroy_parallel, init_parallel
-    from megatron_pgloss.verify.weights import deterministic_weights
+    from megatron_pgloss.verify.layouts.models import build_gpt, destroy_parallel, init_parallel
+    from megatron_pgloss.verify.layouts.weights import deterministic_weights
 
     init_parallel()
     chunks = build_gpt(

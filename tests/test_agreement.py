@@ -90,7 +90,7 @@ def disagreements(rank: int, world: int) -> dict[str, tuple[str, str, float]]:
 def replicas(rank: int, world: int) -> dict[str, tuple[str, str, float]]:
     """Tensor, context and pipeline ranks of one data-parallel rank with different batches; the step's own checks."""
     from megatron_pgloss import megatron as pgm
-    from megatron_pgloss.verify.models import destroy_parallel
+    from megatron_pgloss.verify.layouts.models import destroy_parallel
 
     found = {}
     for axis in ("tp", "pp", "cp"):

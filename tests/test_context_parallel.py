@@ -170,7 +170,7 @@ def against_megatron() -> list[bool]:
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    from megatron_pgloss.verify.models import destroy_parallel, init_parallel
+    from megatron_pgloss.verify.layouts.models import destroy_parallel, init_parallel
 
     same = []
     for cp in (2, 4):

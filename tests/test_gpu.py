@@ -97,7 +97,7 @@ def test_a_step_of_a_real_model_on_one_gpu_equals_the_oracle(tmp_path: Any) -> N
     import torch.distributed as dist
     from jobs import Job, build, one_step, oracle_answer, worst
 
-    from megatron_pgloss.verify.models import destroy_parallel
+    from megatron_pgloss.verify.layouts.models import destroy_parallel
 
     dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:

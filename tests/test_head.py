@@ -14,7 +14,7 @@ from steps import refused
 from torch import Tensor
 
 import megatron_pgloss as pg
-from megatron_pgloss.logprobs.head import linear_token_logprobs
+from megatron_pgloss.logprobs import linear_token_logprobs
 from worlds import run_world
 
 T, H, V = 24, 8, 37

@@ -12,13 +12,13 @@ from layouts import quiet
 
 import megatron_pgloss as pg
 from megatron_pgloss.planning import Split
-from megatron_pgloss.verify.batches import batches_of
-from megatron_pgloss.verify.compare import worst
-from megatron_pgloss.verify.drive import build, leave, make_step, run_schedule
-from megatron_pgloss.verify.layout import Layout
-from megatron_pgloss.verify.layouts import since
-from megatron_pgloss.verify.reshard import full_gradients
-from megatron_pgloss.verify.visit import visit
+from megatron_pgloss.verify.data.batches import batches_of
+from megatron_pgloss.verify.layouts.reshard import full_gradients
+from megatron_pgloss.verify.layouts.scenario import Scenario
+from megatron_pgloss.verify.layouts.table import since
+from megatron_pgloss.verify.run.compare import worst
+from megatron_pgloss.verify.run.drive import build, leave, make_step, run_schedule
+from megatron_pgloss.verify.run.visit import visit
 from worlds import world_fixture
 
 MODES = ("keep", "recompute", "forward", "auto")
@@ -48,7 +48,7 @@ def tour(rank: int, world: int) -> list[tuple[str, float, float]]:
             # Terms over units have no mode "forward"; nothing fits into no memory, so auto has to do without logits.
             spec = "dapo" if mode == "forward" or turn % 3 == 2 else "rich"
             options = {"head": mode} | ({"head_memory": 0} if mode == "auto" else {})
-            (found,) = visit(Layout(world=4, options=options, **{"layers": 2, **fields}), judge, [spec])
+            (found,) = visit(Scenario(world=4, options=options, **{"layers": 2, **fields}), judge, [spec])
             assert not found.error, found.error
             name = f"{found.layout.name}, {spec}, {mode}, {found.parameter}"
             seen.append((name, found.gradient_error, max(found.loss_error, found.metric_error)))
@@ -73,7 +73,7 @@ def test_gradients_equal_the_oracles(toured: Any, table: list[str]) -> None:
 def _half(rank: int, world: int) -> dict[str, Any]:
     """float16 with a loss scale of 2^16 and overlapped reduction; an evaluation between two steps; scores."""
     quiet()
-    layout = Layout(tp=2, sp=True, overlap=True, loss_scale=2.0**16, layers=2, model=dict(dtype=torch.float16))
+    layout = Scenario(tp=2, sp=True, overlap=True, loss_scale=2.0**16, layers=2, model=dict(dtype=torch.float16))
     spec = pg.presets.dapo()
     judge = jobs.judge_of({"dapo": spec})
     judge.prepare(layout.data)

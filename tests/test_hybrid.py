@@ -30,7 +30,7 @@ JOBS = {
 
 
 def tour(rank: int, world: int) -> dict[str, Any]:
-    from megatron_pgloss.verify.visit import visit
+    from megatron_pgloss.verify.run.visit import visit
 
     layouts.quiet()
     judge = jobs.judge_of({"rich": layouts.rich()})
@@ -61,7 +61,7 @@ def test_loss_and_every_gradient_of_a_hybrid_model_equal_the_oracle(name: str, f
 @pytest.mark.skipif(not THERE, reason="this megatron-core has no HybridModel")
 @pytest.mark.parametrize("pattern", ["*-*", "*-*-*"])
 def test_a_pattern_has_a_letter_for_each_layer(pattern: str) -> None:
-    from megatron_pgloss.verify.models import build_hybrid
+    from megatron_pgloss.verify.layouts.models import build_hybrid
 
     with pytest.raises(pg.SpecError, match="4 letters"):
         build_hybrid(vocab_size=32, seq_length=64, pattern=pattern)
@@ -69,7 +69,7 @@ def test_a_pattern_has_a_letter_for_each_layer(pattern: str) -> None:
 
 @pytest.mark.skipif(THERE, reason="this megatron-core has a HybridModel")
 def test_a_version_without_the_model_says_so() -> None:
-    from megatron_pgloss.verify.models import build_hybrid
+    from megatron_pgloss.verify.layouts.models import build_hybrid
 
     with pytest.raises(pg.UnsupportedError, match="no HybridModel"):
         build_hybrid(vocab_size=32, seq_length=64)

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_pgloss as pg
-from megatron_pgloss.logprobs.kept_threshold import limits
-from megatron_pgloss.logprobs.order import RowOrder
-from megatron_pgloss.logprobs.radix import Rows, floats, keys
-from megatron_pgloss.logprobs.shard import VocabShard
+from megatron_pgloss.logprobs.kept.radix import Rows, floats, keys
+from megatron_pgloss.logprobs.kept.threshold import limits
+from megatron_pgloss.logprobs.vocab.order import RowOrder
+from megatron_pgloss.logprobs.vocab.shard import VocabShard
 from megatron_pgloss.terms.kept import Kept
 from worlds import world_fixture
 

@@ -10,8 +10,9 @@ from steps import ONE, near, refused
 from torch import Tensor
 
 import megatron_pgloss as pg
-from megatron_pgloss.megatron.exchange import nonfinite
-from megatron_pgloss.megatron.head import make_head
+from megatron_pgloss.megatron.conditions import Setup
+from megatron_pgloss.megatron.finish import nonfinite
+from megatron_pgloss.megatron.modes import refuse
 from megatron_pgloss.metrics import Metric, merge_all
 
 V = 8
@@ -251,7 +252,7 @@ def test_what_is_not_defined_on_sets_is_refused_by_the_spec() -> None:
     refused(pg.SpecError, lambda: spec(components=taught), "teacher's top-k on kept sets")
     layout: Any = None  # not reached
     with pytest.raises(pg.UnsupportedError, match="kept sets"):
-        make_head("auto", [], layout, spec(), vocab_size=V, reuse=True, memory=1)
+        refuse(Setup(config=None, chunks=[], bare=[], layout=layout, spec=spec(), head="auto"))
 
 
 def test_the_spec_says_so_in_words_and_in_toml() -> None:

@@ -2,7 +2,7 @@
 
 Every parameter, after Megatron's own schedule, wrapper and ``finalize_model_grads``, is held against the loss written
 from its formulas on the whole step in one process. A world of one, two, four and eight processes each visit layouts of
-`megatron_pgloss.verify.layouts` that take so many, under specs of `megatron_pgloss.verify.specs`: all those of two
+`megatron_pgloss.verify.layouts.table` that take so many, under specs of `megatron_pgloss.verify.run.specs`: all those of two
 processes, those with three axes, and so many others as show every axis, flag, pair of axes, and every axis with every
 spec. An exhaustive run visits all under all; the last full run of ``verify`` is in docs/verified.md.
 
@@ -19,8 +19,8 @@ import layouts
 import pytest
 
 import megatron_pgloss as pg
-from megatron_pgloss.verify.layouts import LAYOUTS, every_layout
-from megatron_pgloss.verify.specs import SPECS
+from megatron_pgloss.verify.layouts.table import LAYOUTS, every_layout
+from megatron_pgloss.verify.run.specs import SPECS
 from support.cover import EXHAUSTIVE
 from worlds import world_fixture
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_pgloss import PGLossError, UnsupportedError, token_logprobs
-from megatron_pgloss.logprobs.eager import ChunkedRows
-from megatron_pgloss.logprobs.order import RowOrder
+from megatron_pgloss.logprobs.rows.eager import ChunkedRows
+from megatron_pgloss.logprobs.vocab.order import RowOrder
 
 EXACT = dict(rtol=1e-12, atol=1e-12)
 

@@ -16,8 +16,8 @@ from logprob_cases import INF, Case, assert_one_rounding, cases, dense
 from torch import Tensor
 
 from megatron_pgloss import TokenLogprobs, UnsupportedError, token_logprobs
-from megatron_pgloss.logprobs import backends, eager
-from megatron_pgloss.logprobs.backends import backend_problem, backend_report
+from megatron_pgloss.logprobs.rows import backends, eager
+from megatron_pgloss.logprobs.rows.backends import backend_problem, backend_report
 from worlds import run_world
 
 # Ranks that each start a pool of compilers would bring a small machine to its knees.
@@ -46,10 +46,10 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def shrink(backend: str, patch: pytest.MonkeyPatch) -> None:
     if backend == "compiled":
-        patch.setattr("megatron_pgloss.logprobs.compiled.PIECE", 8)
+        patch.setattr("megatron_pgloss.logprobs.rows.compiled.PIECE", 8)
     if backend == "triton":
         for name in ("FORWARD_BLOCK", "BACKWARD_BLOCK"):
-            patch.setattr(f"megatron_pgloss.logprobs.triton_rows.{name}", 16)
+            patch.setattr(f"megatron_pgloss.logprobs.rows.triton.{name}", 16)
         round_as_hardware_does(patch)
 
 
@@ -308,7 +308,7 @@ def test_unknown_and_unusable_backends_are_refused_with_the_reason(monkeypatch: 
 
 
 def test_a_machine_without_a_usable_compiler_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    from megatron_pgloss.logprobs.compiler import cpp_compiler_problem
+    from megatron_pgloss.logprobs.rows.compiler import cpp_compiler_problem
 
     probe = cpp_compiler_problem.__wrapped__
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -10,9 +10,9 @@ import torch
 
 from megatron_pgloss import DataError, LayoutError, PGLossError, TokenLogprobs, token_logprobs
 from megatron_pgloss.logprobs.inputs import inverse_temperature, reciprocal
-from megatron_pgloss.logprobs.node import GivenLogits, Job
-from megatron_pgloss.logprobs.order import RowOrder
-from megatron_pgloss.logprobs.shard import find_shard
+from megatron_pgloss.logprobs.logits.node import GivenJob, GivenLogits
+from megatron_pgloss.logprobs.vocab.order import RowOrder
+from megatron_pgloss.logprobs.vocab.shard import find_shard
 
 Z, T = torch.randn(2, 3, 8), torch.randint(0, 8, (2, 3))
 
@@ -72,7 +72,7 @@ def test_bad_temperature_on_an_accelerator_is_nan_at_its_token() -> None:
     bad = torch.tensor([[False, True, True], [True, True, False]])
     inverse = reciprocal(tau)
     assert torch.equal(inverse.isnan(), bad)
-    job = Job(find_shard(8, None, None), RowOrder.of(Z), True, False, False, "eager", 2**18)
+    job = GivenJob(find_shard(8, None, None), RowOrder.of(Z), True, False, False, "eager", 2**18)
     z = Z.clone().requires_grad_()
     logprob, entropy, *_ = GivenLogits.apply(z, T, inverse, None, job)
     assert torch.equal(logprob.isnan(), bad) and torch.equal(entropy.isnan(), bad)

@@ -59,7 +59,7 @@ def compiled_for_hopper(kernel: Any, z: str, folder: Path, **constants: Any) -> 
 @pytest.mark.parametrize("z", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("full", [True, False], ids=["entropy, temperature", "plain"])
 def test_kernels_compile_for_sm_90_without_spills_and_with_wide_loads(z: str, full: bool, tmp_path: Path) -> None:
-    from megatron_pgloss.logprobs import triton_rows as rows
+    from megatron_pgloss.logprobs.rows import triton as rows
 
     sums = dict(HAS_RATE=full, HAS_MOMENT=full, BLOCK=rows.FORWARD_BLOCK)
     gradient = dict(HAS_RATE=full, HAS_B=full, BLOCK=rows.BACKWARD_BLOCK)

@@ -98,9 +98,9 @@ def _zeros_on_padding(columns: torch.Tensor, width: int) -> torch.Tensor:
 
 def _reference(packs: Any, model: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Logits of each document, and the gradient, from the whole model in this process."""
-    from megatron_pgloss.verify.models import build_gpt, destroy_parallel, init_parallel
-    from megatron_pgloss.verify.reshard import full_gradients
-    from megatron_pgloss.verify.weights import deterministic_weights
+    from megatron_pgloss.verify.layouts.models import build_gpt, destroy_parallel, init_parallel
+    from megatron_pgloss.verify.layouts.reshard import full_gradients
+    from megatron_pgloss.verify.layouts.weights import deterministic_weights
 
     keep = {k: v for k, v in model.items() if k in ("tied", "experts", "topk")}
     init_parallel()
@@ -156,9 +156,9 @@ def _visit(layout: dict[str, int], model: dict[str, Any], form: Any, want: Any) 
     """Largest relative error of logits, and of a parameter's gradient, on one layout through Megatron's schedule."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_pgloss.verify.models import ModelConfig, build_gpt, destroy_parallel, init_parallel
-    from megatron_pgloss.verify.reshard import full_gradients
-    from megatron_pgloss.verify.weights import deterministic_weights
+    from megatron_pgloss.verify.layouts.models import ModelConfig, build_gpt, destroy_parallel, init_parallel
+    from megatron_pgloss.verify.layouts.reshard import full_gradients
+    from megatron_pgloss.verify.layouts.weights import deterministic_weights
 
     want_logits, want_grads = want
     packs = form if isinstance(form, list) else None

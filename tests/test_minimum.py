@@ -83,7 +83,7 @@ def test_a_selected_value_that_is_not_finite_is_refused(value: float) -> None:
     answer = solve(pictured("ccAA", advantages=2.0), pg.presets.reinforce(), [NAN, value, -0.7, NAN])
     assert answer.metrics["rl/fault"] == 1.0 and answer.metrics["rl/fault_at"] == 1.0
     assert answer.grad_T.tolist() == [0.0, 0.0, -1.0, 0.0]
-    from megatron_pgloss.megatron.exchange import nonfinite
+    from megatron_pgloss.megatron.finish import nonfinite
 
     error = nonfinite(answer.outs[0].metrics, "rank 0")
     assert isinstance(error, pg.NonFiniteError) and "1 such tokens" in str(error)

@@ -1,7 +1,7 @@
 """Everything that can be trained, against the oracle: loss, every gradient, and the counts.
 
 The rows are those of tests/data.py: several turns, holes in the masks, truncated rows, episodes of two rows. What each
-kind means is written down once more in megatron_pgloss/verify/oracle*.py, token by token and unit by unit.
+kind means is written down once more in megatron_pgloss/verify/oracle/, token by token and unit by unit.
 """
 
 from __future__ import annotations

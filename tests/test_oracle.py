@@ -236,9 +236,9 @@ def test_rows_are_a_function_of_the_seed_and_can_tell():
 
 
 def test_oracle_imports_nothing_of_the_package_but_errors():
-    folder = Path(__file__).resolve().parent.parent / "megatron_pgloss" / "verify"
-    files = sorted(folder.glob("oracle*.py"))
-    own = {f"megatron_pgloss.verify.{file.stem}" for file in files}
+    folder = Path(__file__).resolve().parent.parent / "megatron_pgloss" / "verify" / "oracle"
+    files = sorted(folder.rglob("*.py"))
+    own = {f"megatron_pgloss.verify.oracle.{file.stem}" for file in files}
     outside = {"torch", *sys.stdlib_module_names}
     assert len(files) >= 2
     for file in files:

@@ -3,7 +3,7 @@
 For one fixed composition of micro-batches, on every layout of ranks, with both values of ``calculate_per_token_loss``
 and another normaliser for each, the total gradient minus the policy's alone is what Megatron gives beside its own loss.
 For MoE it is the same on all layouts as well, but where the installed version is wrong: that factor is measured, and
-stands in `megatron_pgloss.verify.own_losses.upstream_strength`.
+stands in `megatron_pgloss.verify.run.own_losses.upstream_strength`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Rig:
 
 def visit(job: Job, rows: list[Any], fixed: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Error of our difference against Megatron's own on this layout; and that difference itself."""
-    from megatron_pgloss.verify.own_losses import own_gradient, upstream_strength
+    from megatron_pgloss.verify.run.own_losses import own_gradient, upstream_strength
 
     rig = Rig(job, rows, fixed)
     step = rig.step()
@@ -120,7 +120,7 @@ def visit(job: Job, rows: list[Any], fixed: bool) -> tuple[dict[str, Any], dict[
 
 
 def tour(rank: int, world: int) -> dict[str, Any]:
-    from megatron_pgloss.verify.own_losses import strength
+    from megatron_pgloss.verify.run.own_losses import strength
 
     layouts.quiet()
     # Megatron keeps the scales of its own losses in torch's default dtype.

@@ -52,7 +52,7 @@ def distance(grads: dict[str, torch.Tensor], reference: dict[str, torch.Tensor])
 def one_step(job: Job, chunks: list[Any], batches: list[pg.TokenBatch]) -> dict[str, Any]:
     """Score, then a step on the scored log-probs and one on the given ones; dtypes as the loss sees them."""
     from megatron_pgloss import megatron as pgm
-    from megatron_pgloss.verify.reshard import full_gradients
+    from megatron_pgloss.verify.layouts.reshard import full_gradients
 
     step = pgm.PolicyLossStep(spec(), chunks, split=job.split)
     seen: set[torch.dtype] = set()
@@ -80,7 +80,7 @@ def one_step(job: Job, chunks: list[Any], batches: list[pg.TokenBatch]) -> dict[
 
 
 def tour(rank: int, world: int) -> dict[str, Any]:
-    from megatron_pgloss.verify.reshard import full_parameters, load_full
+    from megatron_pgloss.verify.layouts.reshard import full_parameters, load_full
 
     layouts.quiet()
     found: dict[str, Any] = {}

@@ -94,7 +94,7 @@ CASES = visited("presets x layouts", [(name, layout) for name in [*SPECS, CRITIC
 
 def tour(rank: int, world: int) -> dict[str, list[Any]]:
     """The chosen presets on each layout."""
-    from megatron_pgloss.verify.visit import visit
+    from megatron_pgloss.verify.run.visit import visit
 
     layouts.quiet()
     judge, truth, found = jobs.judge_of(SPECS), heads.Truth(), {}

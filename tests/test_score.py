@@ -57,7 +57,7 @@ def heat_of(row: Row) -> list[float]:
 
 def visit(job: Job, rows: list[Row], scores: dict[str, list[torch.Tensor]]) -> dict[str, Any]:
     from megatron_pgloss import megatron as pgm
-    from megatron_pgloss.verify.weights import deterministic_weights
+    from megatron_pgloss.verify.layouts.weights import deterministic_weights
 
     chunks, where = jobs.build(job)
     spec = pg.presets.grpo(kl=0.1, normalizer="mean(token)")
@@ -127,8 +127,8 @@ AXES = {"tp2": Job(tp=2), "pp2": Job(pp=2), "cp2": Job(cp=2), "tp2 cp2": Job(tp=
 
 
 def tour(rank: int, world: int) -> dict[str, Any]:
+    from megatron_pgloss.verify.layouts.weights import deterministic_weights
     from megatron_pgloss.verify.oracle import oracle_logprobs
-    from megatron_pgloss.verify.weights import deterministic_weights
 
     layouts.quiet()
     rows = jobs.rows_of_step(0, temperature=True)

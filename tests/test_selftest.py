@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import megatron_pgloss as pg
-from megatron_pgloss.verify.fault import CP, EVERYWHERE, NOWHERE, PP, TP, Fault, Place, find, injected
-from megatron_pgloss.verify.fault_report import Cell, SelfTest
+from megatron_pgloss.verify.faults.fault import CP, EVERYWHERE, NOWHERE, PP, TP, Fault, Place, find, injected
+from megatron_pgloss.verify.faults.seen import Cell, SelfTest
 from support.cover import EXHAUSTIVE
 from support.programs import program_fixture
 from worlds import world_fixture
@@ -32,7 +32,7 @@ PLACE = Place(
 def every_fault_once(rank: int, world: int) -> tuple[dict[str, Any], str]:
     """Each fault on a layout where it must be seen, and on one where it cannot show."""
     warnings.simplefilter("ignore")
-    from megatron_pgloss.verify.faults import put_in
+    from megatron_pgloss.verify.faults.self_test import put_in
 
     seen = put_in(once=True)
     return seen.to_dict(), seen.summary
@@ -107,7 +107,7 @@ BAD_TABLES = {
     "neutral": fault(make=lambda right, at: right),
     "said to be invisible": fault(shows=NOWHERE),
     "never run": fault(
-        target="megatron_pgloss.megatron.exchange:broadcast", make=lambda right, at: right, shows=NOWHERE
+        target="megatron_pgloss.megatron.sharing:broadcast", make=lambda right, at: right, shows=NOWHERE
     ),
     "refused": fault(
         target="megatron_pgloss.megatron.factors:_drive", make=lambda right, at: lambda *args, **more: more["explicit"]
@@ -117,8 +117,8 @@ BAD_TABLES = {
 
 def tour(rank: int, world: int) -> dict[str, list[str]]:
     warnings.simplefilter("ignore")
-    from megatron_pgloss.verify.fault_bench import BENCHES
-    from megatron_pgloss.verify.faults import put_in
+    from megatron_pgloss.verify.faults.bench import BENCHES
+    from megatron_pgloss.verify.faults.self_test import put_in
 
     return {name: put_in([one], BENCHES[2:3]).problems for name, one in BAD_TABLES.items()}
 
@@ -138,7 +138,7 @@ def test_a_neutral_fault_a_wrong_table_and_a_patch_that_never_ran_go_red(everyon
     assert "seen by no layout" in nowhere
     assert "cannot show on 'dp2 tp2 temperature', but the error is" in visible
     never, _ = problems["never run"]
-    assert "patch not reached, megatron_pgloss.megatron.exchange:broadcast never ran" in never
+    assert "patch not reached, megatron_pgloss.megatron.sharing:broadcast never ran" in never
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_conditions_combine_in_words_and_in_truth() -> None:
 
 
 def test_the_self_test_takes_no_other_layouts_specs_or_precision(tmp_path: Path) -> None:
-    from megatron_pgloss.verify.faults import self_test
+    from megatron_pgloss.verify.faults.self_test import self_test
 
     given = dict(layouts=None, spec=[], precision=None, device="cpu", json=None)
     for wrong in (dict(layouts="all"), dict(spec=["dapo"]), dict(precision="bf16")):

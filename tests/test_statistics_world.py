@@ -99,8 +99,8 @@ def axes() -> dict[str, tuple[int, ...]]:
 
 def visit(job: Job, rows: list[Any]) -> dict[str, Any]:
     from megatron_pgloss import megatron as pgm
-    from megatron_pgloss.verify.reshard import full_gradients
-    from megatron_pgloss.verify.weights import deterministic_weights
+    from megatron_pgloss.verify.layouts.reshard import full_gradients
+    from megatron_pgloss.verify.layouts.weights import deterministic_weights
 
     chunks, where = jobs.build(job)
     groups, calls = axes(), {}

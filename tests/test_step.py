@@ -111,7 +111,7 @@ def poisoned(step: Any) -> Callable[..., Any]:
 
 def nonfinite(job: Job, chunks: list[Any], batches: list[Any], rule: str) -> dict[str, Any]:
     from megatron_pgloss import megatron as pgm
-    from megatron_pgloss.verify.reshard import full_gradients
+    from megatron_pgloss.verify.layouts.reshard import full_gradients
 
     step = pgm.PolicyLossStep(spec(), chunks, split=job.split, on_nonfinite=rule)  # type: ignore[arg-type]
     step.begin(batches)
@@ -160,7 +160,7 @@ def policies(job: Job, chunks: list[Any], batches: list[Any]) -> dict[str, Any]:
 def without_signal(job: Job, chunks: list[Any], batches: list[Any]) -> dict[str, Any]:
     """All advantages 0, and masked: loss 0, gradient exactly 0, said so; and a coefficient of this step alone."""
     from megatron_pgloss import megatron as pgm
-    from megatron_pgloss.verify.reshard import full_gradients
+    from megatron_pgloss.verify.layouts.reshard import full_gradients
 
     flat = [batch.with_stream("advantages", torch.zeros_like(batch.streams["advantages"])) for batch in batches]
     masked = pg.presets.dapo(masks=(pg.DropZeroAdvantage(),))

@@ -18,7 +18,7 @@ from jobs import Job
 
 import megatron_pgloss as pg
 from megatron_pgloss import megatron as pgm
-from megatron_pgloss.verify.reshard import full_gradients
+from megatron_pgloss.verify.layouts.reshard import full_gradients
 from worlds import world_fixture
 
 LONGEST = 13

@@ -11,8 +11,8 @@ from steps import ONE, near, pictured, refused
 from torch import Tensor
 
 import megatron_pgloss as pg
-from megatron_pgloss.megatron.head import FusedHead
-from megatron_pgloss.megatron.layout import Layout
+from megatron_pgloss.megatron.conditions import Setup
+from megatron_pgloss.megatron.modes import refuse
 from megatron_pgloss.metrics import merge_all
 from megatron_pgloss.objective.measure import names
 from megatron_pgloss.terms.topk import log_mass, topk_divergence
@@ -154,9 +154,9 @@ def test_what_does_not_fit_is_refused() -> None:
     refused(pg.SpecError, lambda: pg.LossSpec(components=two), "one teacher", "other_ids, teacher_ids")
     spec = pg.LossSpec(components=[pg.TopKDistill()])
     assert not spec.by_token and spec.chosen == "teacher_ids" and pg.presets.ppo().chosen is None
-    axes = ("tp", "cp", "pp", "dp")
-    alone = Layout(**dict.fromkeys(axes), **{f"{a}_size": 1 for a in axes}, **{f"{a}_rank": 0 for a in axes})  # type: ignore[arg-type]
-    refused(pg.UnsupportedError, lambda: FusedHead("keep", [], alone, spec, None, 0), "fused head", "teacher_ids")
+    layout: Any = None  # not reached
+    fused = Setup(config=None, chunks=[], bare=[], layout=layout, spec=spec, head="keep")
+    refused(pg.UnsupportedError, lambda: refuse(fused), "fused head", "teacher_ids")
     absent = pictured(*ROWS, old_logprobs=-1.0)
     refused(pg.DataError, lambda: pg.plan([absent], spec, split=ONE), "teacher_ids", "distill")
     batch, logits, _, _ = given()

@@ -46,7 +46,7 @@ def _visit(rank: int, world: int, folder: Path, layouts: dict[str, list[str]]) -
     import loop
     import options
 
-    from megatron_pgloss.verify.models import destroy_parallel
+    from megatron_pgloss.verify.layouts.models import destroy_parallel
 
     for name, flags in layouts.items():
         files = ["--out", str(folder / name), "--record", str(folder / f"{name}.jsonl")]

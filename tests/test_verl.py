@@ -48,6 +48,6 @@ def test_the_committed_table_explains_every_difference() -> None:
 )
 def test_every_mode_and_loss_equals_verls_or_differs_as_explained(capsys: pytest.CaptureFixture[str]) -> None:
     sys.path.insert(0, str(ROOT / "tools"))
-    from compare_verl import main
+    from compare_verl.__main__ import main
 
     assert main([]) == 0, capsys.readouterr().err

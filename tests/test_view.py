@@ -21,9 +21,9 @@ from megatron_pgloss.view import (
     token_page,
     token_terminal,
 )
+from megatron_pgloss.view.cells import number, signed, summarize
 from megatron_pgloss.view.curve import spread
 from megatron_pgloss.view.palette import role_colours
-from megatron_pgloss.view.rows import number, signed, summarize
 from megatron_pgloss.view.text import pieces, printable, visible
 
 OUT = (False, 0.0)

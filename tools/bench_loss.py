@@ -7,7 +7,7 @@ Every implementation runs once per round, in turn, on the same logits; medians o
 to the fastest peer that gives an entropy gradient and to the copy of the logits timed in the same rounds. Peak memory
 beyond the logits comes from a fresh process each. The loss is sum(logp) + 0.1 sum(H); where a peer gives no entropy,
 sum(logp) alone, and it says so. The gradient ends where the layer before would take it up: adding it to a leaf would
-copy it. `bench_profile.py` then says where our time went.
+copy it. `bench/phases.py` then says where our time went.
 
 On a GPU (``--device cuda``) times are those of its own events, the L2 cache is emptied before each, and peak memory is
 the allocator's. ``--sweep 1024 2048`` adds the fused head's modes over chunk sizes.
@@ -30,13 +30,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
-import bench_collectives
-import bench_peers
-import bench_plan
-import bench_profile
-import bench_view
 import torch
 import torch.distributed as dist
+from bench import collectives, peers, phases, plan, view
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,9 +72,9 @@ def timed_median(work: Callable[[], Any], rounds: int) -> float:
     return 1e3 * statistics.median(timed(work) for _ in range(rounds))
 
 
-def once(run: bench_peers.Run, inputs: list[torch.Tensor], targets: torch.Tensor) -> bool:
+def once(run: peers.Run, inputs: list[torch.Tensor], targets: torch.Tensor) -> bool:
     """Forward and backward; whether there was an entropy."""
-    logprob, entropy = run(*[bench_profile.Model.apply(x) for x in inputs], targets)
+    logprob, entropy = run(*[phases.Model.apply(x) for x in inputs], targets)
     (logprob.sum() if entropy is None else logprob.sum() + 0.1 * entropy.sum()).backward()
     return entropy is not None
 
@@ -96,7 +92,7 @@ def data(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch.Tensor]
     return [x.requires_grad_() for x in inputs], torch.randint(0, vocab, (shape[0],), device=DEVICE)
 
 
-def race(runs: dict[str, bench_peers.Run], shape: tuple[int, ...], dtype: torch.dtype, rounds: int) -> dict[str, dict]:
+def race(runs: dict[str, peers.Run], shape: tuple[int, ...], dtype: torch.dtype, rounds: int) -> dict[str, dict]:
     """Median wall milliseconds of each, interleaved, and of copying the logits."""
     inputs, targets = data(shape, dtype)
     base = [x.detach().clone() for x in inputs]
@@ -124,7 +120,7 @@ def resident(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def peak_extra(run: bench_peers.Run, shape: tuple[int, ...], dtype: torch.dtype) -> float:
+def peak_extra(run: peers.Run, shape: tuple[int, ...], dtype: torch.dtype) -> float:
     """Bytes beyond the inputs at the peak of one pass, per logit. Compiled code is made at a small shape before."""
     if DEVICE == "cpu":
         small = (256, *shape[1:-1], 2**14 + 64)
@@ -142,7 +138,7 @@ def peak_extra(run: bench_peers.Run, shape: tuple[int, ...], dtype: torch.dtype)
     return (resident("VmHWM") - before) / (shape[0] * shape[-1])
 
 
-def peaks(runs: dict[str, bench_peers.Run], text: str, dtype: str, results: dict[str, dict]) -> None:
+def peaks(runs: dict[str, peers.Run], text: str, dtype: str, results: dict[str, dict]) -> None:
     """Peak memory of each into ``results``."""
     shape = tuple(map(int, text.split("x")))
     for name, run in runs.items():
@@ -161,9 +157,9 @@ def in_fresh_process(name: str, shape: str, dtype: str) -> float | None:
     return float(ran.stdout.split()[-1]) if ran.returncode == 0 else None
 
 
-def usable(found: Any, skipped: dict[str, str]) -> dict[str, bench_peers.Run]:
+def usable(found: Any, skipped: dict[str, str]) -> dict[str, peers.Run]:
     """What can run; the rest with its reason in ``skipped``."""
-    runs: dict[str, bench_peers.Run] = {}
+    runs: dict[str, peers.Run] = {}
     for name, run in found:
         if isinstance(run, str):
             skipped[name] = run
@@ -174,13 +170,13 @@ def usable(found: Any, skipped: dict[str, str]) -> dict[str, bench_peers.Run]:
 
 def sweep(options: argparse.Namespace, text: str, dtype: str, report: dict[str, Any]) -> None:
     """The fused head's modes over sizes of chunk, time and peak memory, as one table."""
-    runs = {f"ours, {mode}, {chunk}": bench_peers.our_head(mode, chunk) for mode in MODES for chunk in options.sweep}
+    runs = {f"ours, {mode}, {chunk}": peers.our_head(mode, chunk) for mode in MODES for chunk in options.sweep}
     results = race(runs, tuple(map(int, text.split("x"))), DTYPES[dtype], options.rounds)
     if DEVICE == "cuda":
         peaks(runs, text, dtype, results)
     title = f"head {text} {dtype}, tokens a chunk"
     report["tables"][title] = {"results": results, "skipped": {}}
-    bench_view.show(title, results, {})
+    view.show(title, results, {})
 
 
 def main() -> None:
@@ -214,7 +210,7 @@ def main() -> None:
         megatron = start_megatron(folder)
         if options.peak_of:
             shape = tuple(map(int, options.shapes[0].split("x")))
-            found = bench_peers.logits_given(options.backends, megatron) if len(shape) == 2 else bench_peers.heads()
+            found = peers.logits_given(options.backends, megatron) if len(shape) == 2 else peers.heads()
             print(peak_extra(usable(found, {})[options.peak_of], shape, DTYPES[options.dtypes[0]]))
         else:
             measure(options, megatron)
@@ -235,7 +231,7 @@ def measure(options: argparse.Namespace, megatron: str | None) -> None:
         shape = tuple(map(int, text.split("x")))
         dtypes = options.dtypes if len(shape) == 2 else options.head_dtypes
         for dtype in dtypes:
-            found = bench_peers.logits_given(options.backends, megatron) if len(shape) == 2 else bench_peers.heads()
+            found = peers.logits_given(options.backends, megatron) if len(shape) == 2 else peers.heads()
             skipped: dict[str, str] = {}
             runs = usable(found, skipped)
             results = race(runs, shape, DTYPES[dtype], options.rounds)
@@ -244,23 +240,23 @@ def measure(options: argparse.Namespace, megatron: str | None) -> None:
             ):
                 peaks(runs, text, dtype, results)
             title = f"{'logits' if len(shape) == 2 else 'head'} {text} {dtype}"
-            phases = bench_profile.logits if len(shape) == 2 else bench_profile.head
-            profile = phases(*data(shape, DTYPES[dtype]), lambda work: timed_median(work, options.rounds))
+            measured = phases.logits if len(shape) == 2 else phases.head
+            profile = measured(*data(shape, DTYPES[dtype]), lambda work: timed_median(work, options.rounds))
             report["tables"][title] = {"results": results, "skipped": skipped, "profile": profile}
-            bench_view.show(title, results, skipped, profile)
+            view.show(title, results, skipped, profile)
             if options.sweep and len(shape) == 3:
                 sweep(options, text, dtype, report)
-    report["rest"] = bench_plan.rest_of_the_loss(options.rounds, tuple(options.tokens), DEVICE)
-    bench_plan.show(report["rest"])
+    report["rest"] = plan.rest_of_the_loss(options.rounds, tuple(options.tokens), DEVICE)
+    plan.show(report["rest"])
     if options.collectives:
-        report["collectives"] = bench_collectives.collectives()
-        bench_collectives.show(report["collectives"])
+        report["collectives"] = collectives.collectives()
+        collectives.show(report["collectives"])
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
     if options.picture:
-        bench_view.draw(report, options.picture)
+        view.draw(report, options.picture)
     if options.page:
-        bench_view.write_page(report, Path(options.page), " ".join(sys.argv[1:]))
+        view.write_page(report, Path(options.page), " ".join(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Style, types and layers: ruff, mypy, import-linter. Runs all of them and fails if one does.
+# Style, types, layers and circles of imports: ruff, mypy, import-linter, tools/circles.py. Runs all of them and fails if
+# one does.
 #
 #   tools/lint.sh [--fix]      --fix lets ruff repair and format first
 set -uo pipefail
@@ -19,6 +20,7 @@ check ruff check -q --output-format concise .
 check ruff format -q --check --output-format concise .
 check mypy --no-error-summary
 check lint-imports --no-logo
+check python tools/circles.py
 if [ ${#failed[@]} -gt 0 ]; then
     printf 'lint: failed: %s\n' "${failed[@]}"
     exit 1

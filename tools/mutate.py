@@ -43,6 +43,7 @@ JUDGES = {
     "megatron/step.py": (
         "tests/test_step_options.py", "layouts", "tests/test_step.py", "tests/test_refusals.py", "tests/test_moe.py",
     ),
+    "megatron/runtime.py": ("tests/test_step_options.py", "layouts", "tests/test_step.py", "tests/test_refusals.py"),
     "objective/surrogates.py": (
         "tests/test_surrogates.py tests/test_preset_values.py tests/test_preset_values_weighted.py",
         "tests/test_objectives_oracle.py tests/test_statistics.py",
@@ -59,7 +60,7 @@ JUDGES = {
     "terms/estimators.py": ("tests/test_objective.py tests/test_kl_enumeration.py", "tests/test_objectives_oracle.py"),
     "terms/running.py": ("tests/test_running.py", "tests/test_axes.py tests/test_context_parallel.py"),
     "terms/topk.py": ("tests/test_topk_distill.py",),
-    "logprobs/chosen.py": ("tests/test_chosen.py", "tests/test_logprobs_parallel.py"),
+    "logprobs/logits/chosen.py": ("tests/test_chosen.py", "tests/test_logprobs_parallel.py"),
 }  # fmt: skip
 """File to stages of tests, the quickest first."""
 
@@ -173,7 +174,7 @@ def warm(folder: Path, file: str) -> ModuleType:
         import torch
 
         torch.set_num_threads(1)
-        for name in ("verify.faults", "adapters", "presets"):
+        for name in ("verify.faults.self_test", "adapters", "presets"):
             if (folder / "megatron_pgloss" / f"{name.replace('.', '/')}.py").exists():
                 importlib.import_module(f"megatron_pgloss.{name}")
         for name in ("distributed", "models.gpt.gpt_layer_specs", "pipeline_parallel", "optimizer"):

@@ -171,7 +171,7 @@ class Simulated(Ranks):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What `exchange.collect` asks of a layout."""
+    """What `finish.collect` asks of a layout."""
 
     ranks: Simulated
     speaks: bool = True
@@ -209,14 +209,14 @@ def measure(case: Case) -> dict[str, Any]:
 
 def _finish(made: pg.Plan, place: Any, wire: Wire) -> float:
     """CPU seconds of the gather that ends a step: the first micro-batch's metrics stand for all of them."""
-    from megatron_pgloss.megatron import exchange
+    from megatron_pgloss.megatron import finish
 
     micro = next(iter(made.microbatches()))
     logp = micro.stream("old") + 0.1
     out = pg.policy_loss(pg.TokenLogprobs(logprob=logp, entropy=torch.full_like(logp, 2.0)), micro)
     report = {name: metric.pack() for name, metric in out.metrics.items()}
     before, began = wire.seconds, time.process_time()
-    found, place_of_fault, _ = exchange.collect([report] * made.num_microbatches, list(report), made, place)
+    found, place_of_fault, _ = finish.collect([report] * made.num_microbatches, list(report), made, place)
     seconds = time.process_time() - began - (wire.seconds - before)
     if place_of_fault is not None or len(found) != len(report):
         raise SystemExit(f"the end of the step found {place_of_fault}, {len(found)} of {len(report)} metrics")

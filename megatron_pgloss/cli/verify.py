@@ -65,7 +65,7 @@ def _size(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; the exit code is 1 where a layout is off."""
-    from megatron_pgloss.verify.command import command, settle_device
+    from megatron_pgloss.verify.run.command import command, settle_device
 
     settle_device(args.device)
     if args.self_test:

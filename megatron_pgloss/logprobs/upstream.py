@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .merge import Merged
+from megatron_pgloss.logprobs.vocab.merge import Merged
 
 
 class Upstream(NamedTuple):

@@ -1,8 +1,8 @@
 """The loss inside Megatron-Core: the only room that imports ``megatron.core``."""
 
 from megatron_pgloss.megatron.arguments import add_pgloss_args, spec_from_args, split_from_args
-from megatron_pgloss.megatron.exchange import broadcast
 from megatron_pgloss.megatron.layout import Layout
+from megatron_pgloss.megatron.sharing import broadcast
 from megatron_pgloss.megatron.step import PolicyLossStep
 from megatron_pgloss.megatron.value import ValueHead
 

@@ -14,9 +14,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from megatron_pgloss.errors import DataError, SpecError, UnsupportedError
-from megatron_pgloss.logprobs import TokenLogprobs, token_logprobs
-from megatron_pgloss.logprobs.head import linear_token_logprobs
+from megatron_pgloss.errors import DataError, SpecError
+from megatron_pgloss.logprobs import TokenLogprobs, linear_token_logprobs, token_logprobs
 from megatron_pgloss.megatron.layout import Layout
 from megatron_pgloss.objective.loss import loss_gradients
 from megatron_pgloss.planning import MicroBatch
@@ -40,7 +39,7 @@ class Head(Protocol):
         """
 
 
-class GivenLogits:
+class GivenHead:
     """Logits ``[b, s, V/tp]`` as the model makes them.
 
     Args:
@@ -84,39 +83,16 @@ class FusedHead:
         bare: this rank's chunks, unwrapped.
         memory: bytes that kept logits may take.
 
-    Raises:
-        SpecError: ``forward`` for an objective that reads other tokens of a unit or a value head; any mode for an exact
-            KL, which reads the logits of two models.
-        UnsupportedError: a spec with kept sets or a teacher's ids; a head that is not a plain `ColumnParallelLinear`,
-            has a bias, or defers its weight gradient.
+    What it cannot run with is refused by `megatron_pgloss.megatron.modes`.
     """
 
     def __init__(
         self, mode: HeadMode, bare: list[Any], layout: Layout, spec: LossSpec, vocab_size: int | None, memory: int
     ) -> None:
-        if spec.kept is not None:
-            raise UnsupportedError(
-                f"head={mode!r} with kept sets: logits of the whole vocabulary choose a set, and this head keeps none",
-                fix="head='given', or kept=None in the spec",
-            )
-        if spec.chosen is not None:
-            raise UnsupportedError(
-                "a fused head has no log-probs at a teacher's ids", got=f"a spec that reads {spec.chosen!r}",
-                fix="logits: without head=",
-            )  # fmt: skip
         self._by_token = spec.by_token
-        if spec.needs_exact_kl:
-            raise SpecError("the exact KL reads logits, and a fused head makes none", fix="head='given'")
-        if mode == "forward" and not self._by_token:
-            raise SpecError(
-                "head='forward' takes the gradient token by token, and this loss reads more than one token",
-                fix="head='keep', 'recompute' or 'auto'",
-            )
         self._mode, self._layout, self._vocab, self._memory = mode, layout, vocab_size, memory
         owners = [model for model in bare if getattr(model, "post_process", False)]
         self._owner: Any = owners[0] if owners else None
-        if self._owner is not None:
-            _refuse(self._owner)
 
     @contextmanager
     def attached(self, bare: Any) -> Iterator[dict[str, Any]]:
@@ -192,7 +168,7 @@ def make_head(
     if mode not in HEAD_MODES:
         raise SpecError(f"head={mode!r}", expected=" | ".join(HEAD_MODES))
     if mode == "given":
-        return GivenLogits(layout, vocab_size, reuse, spec.kept)
+        return GivenHead(layout, vocab_size, reuse, spec.kept)
     return FusedHead(mode, bare, layout, spec, vocab_size, memory)
 
 
@@ -247,21 +223,3 @@ def _scale(model: Any) -> float:
     if not getattr(model.config, "use_mup", False):
         return 1.0
     return float(model._scale_logits(torch.ones((), dtype=torch.float64)))
-
-
-def _refuse(model: Any) -> None:
-    layer = model.output_layer
-    problems = {
-        f"an output layer of type {type(layer).__name__}": type(layer).__name__ != "ColumnParallelLinear",
-        "a bias in the output layer": getattr(layer, "bias", None) is not None,
-        "defer_embedding_wgrad_compute: the head's weight gradient is not Megatron's to postpone": bool(
-            model.config.defer_embedding_wgrad_compute
-        ),
-        "cpu_offloading of activations": bool(getattr(model.config, "cpu_offloading", False)),
-    }
-    for problem, found in problems.items():
-        if found:
-            raise UnsupportedError(
-                f"the fused head does not run with {problem}", expected="a bias-free ColumnParallelLinear",
-                fix="head='given'",
-            )  # fmt: skip

@@ -1,29 +1,17 @@
-"""Which modes of Megatron-Core the loss supports, and which it refuses, with the reason: one table, checked at
-start-up.
+"""Which modes the loss supports under Megatron-Core, and which it refuses, with the reason: one table.
+
+It is gone through when a step is made and at every `begin`, since trainers fill their config late.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from megatron_pgloss.errors import UnsupportedError
-from megatron_pgloss.megatron import mtp
-from megatron_pgloss.megatron.layout import Layout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What the checks look at."""
-
-    config: Any
-    """The model's TransformerConfig."""
-    chunks: Sequence[Any]
-    """Model chunks as handed to the schedule, wrapped."""
-    bare: Sequence[Any]
-    """The same, unwrapped."""
-    layout: Layout
+from megatron_pgloss.errors import PGLossError, SpecError, UnsupportedError
+from megatron_pgloss.megatron import conditions, mtp
+from megatron_pgloss.megatron.conditions import Setup
+from megatron_pgloss.megatron.outputs import reads_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,58 +19,77 @@ class Refusal:
     """A mode that would be wrong, silently or not."""
 
     mode: str
-    found: Callable[[Job], bool]
+    found: Callable[[Setup], object]
+    """True where a step is in this mode; a text where there is more to say about what was found."""
     reason: str
     fix: str
-
-
-def _flag(name: str) -> Callable[[Job], bool]:
-    return lambda job: bool(getattr(job.config, name, False))
-
-
-def _full_graph(job: Job) -> bool:
-    scope = str(getattr(job.config, "cuda_graph_scope", "")) + str(getattr(job.config, "cuda_graph_modules", ""))
-    whole = getattr(job.config, "cuda_graph_impl", "none") == "full_iteration" or "full_iteration" in scope
-    return whole and "full_iteration_inference" not in scope
-
-
-def in_chain(model: Any, *names: str) -> bool:
-    """Whether ``model``, or anything it wraps, is of a class so named; their modules need not be importable."""
-    while model is not None:
-        if type(model).__name__ in names:
-            return True
-        model = getattr(model, "module", None)
-    return False
-
-
-def _wrapped_in(*names: str) -> Callable[[Job], bool]:
-    return lambda job: any(in_chain(chunk, *names) for chunk in job.chunks)
-
-
-def _overlap_without_no_sync(job: Job) -> bool:
-    overlap = any(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False) for chunk in job.chunks)
-    return overlap and job.config.no_sync_func is None
-
-
-def _swapped_messages(job: Job) -> bool:
-    return job.layout.pp_size == 2 and len(job.chunks) > 1 and bool(job.config.batch_p2p_comm)
-
-
-def _gathered(job: Job) -> bool:
-    return job.layout.tp_size > 1 and any(getattr(model, "parallel_output", True) is False for model in job.bare)
-
-
-def _flags_differ(job: Job) -> bool:
-    want = bool(job.config.calculate_per_token_loss)
-    return any(bool(model.config.calculate_per_token_loss) != want for model in (*job.bare, *job.chunks))
-
-
-def _gtp(job: Job) -> bool:
-    group = getattr(job.layout.collection, "gtp_remat", None) if job.layout.collection is not None else None
-    return group is not None and group.size() > 1
+    error: type[PGLossError] = UnsupportedError
+    """`SpecError` where what the caller chose contradicts itself on any machine."""
 
 
 REFUSED: tuple[Refusal, ...] = (
+    Refusal(
+        mode="a fused head with kept sets",
+        found=lambda job: job.fused and job.spec.kept is not None,
+        reason="logits of the whole vocabulary choose a set, and this head keeps none",
+        fix="head='given', or kept=None in the spec",
+    ),
+    Refusal(
+        mode="a fused head with a teacher's ids",
+        found=lambda job: job.fused and job.spec.chosen,
+        reason="it has log-probs of the targets alone",
+        fix="head='given'",
+    ),
+    Refusal(
+        mode="a fused head with an exact KL",
+        found=lambda job: job.fused and job.spec.needs_exact_kl,
+        reason="the exact KL reads the logits of two models, and this head makes none",
+        fix="head='given'",
+        error=SpecError,
+    ),
+    Refusal(
+        mode="head='forward' with a loss that reads more than one token",
+        found=lambda job: job.head == "forward" and not job.spec.by_token,
+        reason="it takes the gradient of each token before the other tokens, or a value, are known",
+        fix="head='keep', 'recompute' or 'auto'",
+        error=SpecError,
+    ),
+    Refusal(
+        mode="a fused head on another output layer than ColumnParallelLinear",
+        found=conditions.fused_on(conditions.other_layer),
+        reason="it computes the layer's GEMM itself, and knows no other layer's",
+        fix="head='given'",
+    ),
+    Refusal(
+        mode="a fused head on an output layer with a bias",
+        found=conditions.fused_on(lambda job, layer: getattr(layer, "bias", None) is not None),
+        reason="it multiplies hidden states by the weight alone",
+        fix="head='given', or a model without a bias there",
+    ),
+    Refusal(
+        mode="a fused head with defer_embedding_wgrad_compute",
+        found=conditions.fused_on(lambda job, layer: job.config.defer_embedding_wgrad_compute),
+        reason="the head takes its weight gradient itself, and Megatron would have it to postpone",
+        fix="head='given', or defer_embedding_wgrad_compute=False",
+    ),
+    Refusal(
+        mode="a fused head with cpu_offloading",
+        found=conditions.fused_on(lambda job, layer: getattr(job.config, "cpu_offloading", False)),
+        reason="what it keeps for backward would be offloaded too, which has not been verified by this package yet",
+        fix="head='given', or cpu_offloading=False",
+    ),
+    Refusal(
+        mode="a critic whose output layer is tied to the embedding",
+        found=lambda job: not reads_logprobs(job.spec) and conditions.tied(job),
+        reason="Megatron adds the gradients of tied weights, and a value head has a weight of its own",
+        fix="build the critic with share_embeddings_and_output_weights=False",
+    ),
+    Refusal(
+        mode="multi-token prediction in a critic",
+        found=lambda job: not reads_logprobs(job.spec) and mtp.active(job.config),
+        reason="it would predict tokens by the value head",
+        fix="mtp_num_layers=None",
+    ),
     Refusal(
         mode="no finalize_model_grads_func",
         found=lambda job: job.config.finalize_model_grads_func is None,
@@ -91,56 +98,56 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal(
         mode="overlap_grad_reduce without no_sync_func",
-        found=_overlap_without_no_sync,
+        found=conditions.overlap_without_no_sync,
         reason="gradients would be reduced after the first micro-batch and the later ones lost",
         fix="config.no_sync_func = model.no_sync (a list under virtual pipelining)",
     ),
     Refusal(
         mode="pipeline size 2 with virtual pipelining and batch_p2p_comm",
-        found=_swapped_messages,
+        found=conditions.swapped_messages,
         reason="Megatron-Core silently swaps the messages of the two directions: gradients are wrong",
         fix="config.batch_p2p_comm = False",
     ),
     Refusal(
         mode="gathered logits",
-        found=_gathered,
+        found=conditions.gathered,
         reason="the vocabulary is sharded in the log-prob pass; a gathered copy would be counted tp times",
         fix="build the model with parallel_output=True",
     ),
     Refusal(
         mode="calculate_per_token_loss set differently in two configs",
-        found=_flags_differ,
+        found=conditions.flags_differ,
         reason="schedule and wrapper would scale by different rules",
         fix="share one config, and set the flag before wrapping",
     ),
     Refusal(
         mode="full-iteration CUDA graphs",
-        found=_full_graph,
+        found=conditions.full_graph,
         reason="the graph would freeze the first step's normalisers",
         fix="use partial graphs (attn, mlp, ...)",
     ),
     Refusal(
         mode="torch FSDP2",
-        found=_wrapped_in("TorchFullyShardedDataParallel"),
+        found=conditions.wrapped_in("TorchFullyShardedDataParallel"),
         reason="its scale_gradients does nothing, so per-token gradients are never divided; its factor is not readable",
         fix="use DistributedDataParallel with the distributed optimizer",
     ),
     Refusal(
         mode="Megatron-FSDP",
-        found=_wrapped_in("FullyShardedDataParallel", "MegatronFSDP"),
+        found=conditions.wrapped_in("FullyShardedDataParallel", "MegatronFSDP"),
         reason="its gradient factor is applied inside NCCL collectives and has not been verified by this package yet",
         fix="use DistributedDataParallel with the distributed optimizer",
     ),
     Refusal(
         mode="hybrid context parallelism",
-        found=_flag("hybrid_context_parallel"),
+        found=conditions.flag("hybrid_context_parallel"),
         reason="each rank runs its own number of sub-samples; 0.16.1 multiplies a 2-tuple loss by 0 there, "
         "and later versions have not been verified by this package yet",
         fix="use plain context parallelism",
     ),
     Refusal(
         mode="expert-parallel overlap (combined 1F1B)",
-        found=_flag("overlap_moe_expert_parallel_comm"),
+        found=conditions.flag("overlap_moe_expert_parallel_comm"),
         reason="it needs CUDA streams and another calling convention, not verified by this package yet",
         fix="overlap_moe_expert_parallel_comm=False",
     ),
@@ -152,7 +159,7 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal(
         mode="generalised tensor parallelism (gtp_remat)",
-        found=_gtp,
+        found=conditions.generalised_tensor_parallel,
         reason="its ranks hold different tokens outside the data-parallel group, so counts would miss them",
         fix="gtp size 1",
     ),
@@ -174,12 +181,13 @@ SUPPORTED: tuple[tuple[str, str], ...] = (
 """Mode, and the test that shows it."""
 
 
-def refuse(job: Job) -> None:
-    """Raise for the first refused mode the job is in.
+def refuse(job: Setup) -> None:
+    """Raise for the first refused mode that the step is in.
 
     Raises:
-        UnsupportedError: with the reason and what to set instead.
+        UnsupportedError, SpecError: with the reason and what to set instead.
     """
     for row in REFUSED:
-        if row.found(job):
-            raise UnsupportedError(f"{row.mode} is refused: {row.reason}", fix=row.fix)
+        if found := row.found(job):
+            got = found if isinstance(found, str) else None
+            raise row.error(f"{row.mode} is refused: {row.reason}", got=got, fix=row.fix)

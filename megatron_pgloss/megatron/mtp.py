@@ -45,19 +45,19 @@ def loss_mask(micro: MicroBatch) -> Tensor:
 class Weight:
     """The term's scale while a step is open: set by `open`, what was there before restored by `close`."""
 
-    def __init__(self, config: Any) -> None:
-        self._config = config
+    def __init__(self) -> None:
         self._restore: Callable[[], None] | None = None
 
-    def open(self, counted: int, trained: int) -> None:
+    def open(self, config: Any, counted: int, trained: int) -> None:
         """Set ``config.mtp_grad_scale_func``.
 
         Args:
+            config: the model's.
             counted: tokens of the step by which Megatron will divide the gradients.
             trained: tokens of the step that MTP trains; without any the term's scale is 0.
         """
         self.close()
-        config, before = self._config, self._config.mtp_grad_scale_func
+        before = config.mtp_grad_scale_func
         ratio = per_token_factor(trained) / per_token_factor(counted) if trained else 0.0
 
         def scale() -> Any:

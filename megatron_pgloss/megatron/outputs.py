@@ -1,34 +1,18 @@
-"""What a loss reads of a model's output: logits or hidden states, values, or both; and the reference's logits beside.
+"""What a loss reads of a model's output: logits or hidden states, values, or both.
 
 Shapes: `b` rows and `s` positions of this rank's shard of a micro-batch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError
-from megatron_pgloss.objective import LossOutput, policy_loss
 from megatron_pgloss.planning import MicroBatch
 from megatron_pgloss.spec import LossSpec, Value
-
-if TYPE_CHECKING:
-    from megatron_pgloss.megatron.reference import Reference
-    from megatron_pgloss.megatron.step import PolicyLossStep
-
-
-def loss_of(step: PolicyLossStep, micro: MicroBatch, output: Any, ref_logits: Tensor | None) -> LossOutput:
-    """The planned loss of ``micro`` from the model's output, by what the step's spec reads."""
-    spec, lp, value = step.spec, None, None
-    if beside := reads_logprobs(spec):
-        ref = needed(ref_logits, step.reference, micro) if spec.needs_exact_kl else None
-        lp = step.logprobs(micro, output, entropy=spec.needs_entropy, ref_logits=ref)
-    if reads_value(spec):
-        value = values(micro, output, beside=beside)
-    return policy_loss(lp, micro, value=value)
 
 
 def reads_value(spec: LossSpec) -> bool:
@@ -77,21 +61,3 @@ def values(micro: MicroBatch, output: Any, *, beside: bool) -> Tensor:
         )  # fmt: skip
     flat: Tensor = value.reshape(micro.shape)
     return flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
-
-
-def needed(given: Tensor | None, reference: Reference | None, micro: MicroBatch) -> Tensor:
-    """The reference's logits for ``micro``: those handed to the loss function, or by the step's own reference.
-
-    Raises:
-        DataError: neither is there.
-    """
-    if given is not None:
-        return given
-    if reference is None:
-        raise DataError(
-            "the spec reads the exact KL, and no logits of the reference came",
-            expected="[b, s, V/tp] of the same micro-batch",
-            fix="PolicyLossStep(..., reference=MODEL), or a forward step of your own with step.loss_func(micro, "
-            "ref_logits=LOGITS)",
-        )
-    return reference.logits(micro)

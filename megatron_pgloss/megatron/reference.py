@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_pgloss.errors import LayoutError, SpecError
-from megatron_pgloss.megatron import outputs, replay
+from megatron_pgloss.errors import DataError, LayoutError, SpecError
+from megatron_pgloss.megatron import forward_only, outputs
+from megatron_pgloss.megatron.runtime import Runtime, as_chunks
 from megatron_pgloss.planning import MicroBatch, Plan
-
-if TYPE_CHECKING:
-    from megatron_pgloss.megatron.step import PolicyLossStep
 
 
 class Reference:
@@ -30,35 +28,53 @@ class Reference:
         LayoutError: another number of chunks than the policy's.
     """
 
-    def __init__(self, step: PolicyLossStep, model: Any) -> None:
-        self.chunks: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
-        if not step.spec.needs_exact_kl:
+    def __init__(self, runtime: Runtime, model: Any) -> None:
+        self.chunks = as_chunks(model)
+        if not runtime.spec.needs_exact_kl:
             raise SpecError(
                 "reference= is read by the exact KL alone, which this spec has not",
                 expected='KL(estimator="exact", to="ref")',
                 fix='log-probs of the reference: step.score(batches, REFERENCE, into="ref")',
             )
-        if len(self.chunks) != len(step.chunks):
+        if len(self.chunks) != len(runtime.chunks):
             raise LayoutError(
                 "the reference is cut into another number of chunks than the policy",
-                expected=len(step.chunks), got=len(self.chunks), fix="build both on the same layout",
+                expected=len(runtime.chunks), got=len(self.chunks), fix="build both on the same layout",
             )  # fmt: skip
         for chunk in self.chunks:
             chunk.eval()
-        self._step, self._kept = step, list[Tensor]()
+        self._runtime, self._logits = runtime, list[Tensor]()
 
     def open(self, made: Plan) -> None:
         """Make ready for the micro-batches of ``made``. With pipelining a collective."""
-        if self._step.layout.pp_size > 1:
-            self._kept = replay.reference_logits(self._step, made, self.chunks)
+        if self._runtime.layout.pp_size > 1:
+            self._logits = forward_only.reference_logits(self._runtime, made, self.chunks)
 
     def logits(self, micro: MicroBatch) -> Tensor:
         """``[b, s, V/tp]`` of ``micro``, on the last stage, without a graph."""
-        if self._step.layout.pp_size > 1:
-            return self._kept[micro.number]
+        if self._runtime.layout.pp_size > 1:
+            return self._logits[micro.number]
         with torch.no_grad():
-            return outputs.for_logprobs(self._step.run_model(micro, self.chunks[0]))  # type: ignore[no-any-return]
+            return outputs.for_logprobs(self._runtime.run_model(micro, self.chunks[0]))  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Let go of what was kept."""
-        self._kept.clear()
+        self._logits.clear()
+
+
+def needed(given: Tensor | None, reference: Reference | None, micro: MicroBatch) -> Tensor:
+    """The reference's logits for ``micro``: those handed to the loss function, or by the step's own reference.
+
+    Raises:
+        DataError: neither is there.
+    """
+    if given is not None:
+        return given
+    if reference is None:
+        raise DataError(
+            "the spec reads the exact KL, and no logits of the reference came",
+            expected="[b, s, V/tp] of the same micro-batch",
+            fix="PolicyLossStep(..., reference=MODEL), or a forward step of your own with step.loss_func(micro, "
+            "ref_logits=LOGITS)",
+        )
+    return reference.logits(micro)

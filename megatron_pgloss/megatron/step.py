@@ -4,28 +4,25 @@ micro-batch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
-from megatron_pgloss.errors import DataError, LayoutError, SpecError
-from megatron_pgloss.logprobs import TokenLogprobs
-from megatron_pgloss.megatron import counting, exchange, factors, inputs, modes, mtp, outputs, replay, value
-from megatron_pgloss.megatron.context_parallel import shard
-from megatron_pgloss.megatron.head import HeadMode, make_head
-from megatron_pgloss.megatron.layout import Layout
-from megatron_pgloss.megatron.reference import Reference
+from megatron_pgloss.errors import DataError, LayoutError, PGLossError, SpecError
+from megatron_pgloss.megatron import counting, factors, finish, forward_only, mtp, outputs
+from megatron_pgloss.megatron.head import HeadMode
+from megatron_pgloss.megatron.reference import Reference, needed
+from megatron_pgloss.megatron.runtime import Runtime, as_chunks
+from megatron_pgloss.objective import LossOutput, policy_loss
 from megatron_pgloss.objective.measure import names
-from megatron_pgloss.planning import Arrangement, MicroBatch, Plan, Split, plan
-from megatron_pgloss.rollouts import TokenBatch
+from megatron_pgloss.planning import MicroBatch, Plan, Split
+from megatron_pgloss.rollouts import TokenBatch, broken
 from megatron_pgloss.spec import LossSpec
 
 
-class PolicyLossStep:
+class PolicyLossStep(Runtime):
     """One training job's loss, from rollouts to metrics.
 
     Args:
@@ -45,7 +42,8 @@ class PolicyLossStep:
         reference: the frozen model of an exact KL, laid out as ``model`` (`megatron_pgloss.megatron.reference`).
 
     Raises:
-        UnsupportedError: a refused mode (`megatron_pgloss.megatron.modes`), or factors that cannot be established.
+        UnsupportedError, SpecError: a refused mode (`megatron_pgloss.megatron.modes`), or factors that cannot be
+            established.
         LayoutError: process groups missing.
     """
 
@@ -66,25 +64,16 @@ class PolicyLossStep:
     ) -> None:
         if on_nonfinite not in ("raise", "skip", "report"):
             raise SpecError(f"on_nonfinite={on_nonfinite!r}", expected="'raise', 'skip' or 'report'")
-        self.spec, self.split, self.on_nonfinite = spec, split, on_nonfinite
-        self.chunks: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
-        self.config = get_model_config(self.chunks[0])
-        self.layout = Layout.read(pg_collection)
-        bare = [unwrap_model(chunk) for chunk in self.chunks]
-        modes.refuse(modes.Job(config=self.config, chunks=self.chunks, bare=bare, layout=self.layout))
-        value.refuse(spec, bare, self.config)
-        self.per_token = bool(self.config.calculate_per_token_loss)
-        self.schedule_factor = factors.schedule_factor(self.config, self.layout)
-        self.wrapper_factor = factors.wrapper_factor(self.chunks, self.layout)
-        self.vocab_size: int | None = vocab_size or getattr(bare[0], "vocab_size", None)
-        self.head = make_head(
-            head, bare, self.layout, spec, vocab_size=self.vocab_size, reuse=reuse_logits, memory=head_memory
-        )
+        super().__init__(
+            spec, model, split=split, pg_collection=pg_collection, vocab_size=vocab_size, head=head,
+            head_memory=head_memory, reuse_logits=reuse_logits,
+        )  # fmt: skip
+        self.on_nonfinite = on_nonfinite
         self.reference = None if reference is None else Reference(self, reference)
         self._allow_empty = allow_empty_microbatches
         self._plan: Plan | None = None
         self._counted: int  # Megatron's token count of the step that is open, in per-token mode
-        self._mtp = mtp.Weight(self.config)
+        self._mtp = mtp.Weight()
         self.should_step = True
         """Whether the optimizer should step, after `finish`: False after skipped faults, or where nothing can move."""
 
@@ -95,6 +84,7 @@ class PolicyLossStep:
     ) -> Plan:
         """Plan one optimizer step. A collective over the world.
 
+        The model, its wrappers and its config are read and checked anew, since trainers fill their config late.
         Where the spec decides something over the whole step (`LossSpec.needs_statistics`), the model is first run over
         the micro-batches forward-only, in eval mode.
 
@@ -110,7 +100,11 @@ class PolicyLossStep:
             PGLossError: the same on every rank.
         """
         self.close()
-        made = self._make_plan(batches, self.spec, coef=coef, version=version)
+        try:
+            self.look_again()
+        except PGLossError as error:
+            batches = [broken(error)]  # the plan raises it on every rank: it may show on one stage alone
+        made = self.make_plan(batches, self.spec, coef=coef, version=version)
         empty = made.job["empty_microbatches"]
         if empty and counting.has_moe_losses(self.config) and not self._allow_empty:
             raise LayoutError(
@@ -120,33 +114,16 @@ class PolicyLossStep:
                 fix="fewer micro-batches (a larger Split), more rows, or allow_empty_microbatches=True",
             )
         if made.needs_statistics:
-            made = replay.statistics(self, made)
+            made = forward_only.statistics(self, made)
         if self.per_token:
             self._counted = counting.total(made, self.layout, padding=self._padding_counts)
             if mtp.active(self.config):
-                self._mtp.open(self._counted, made.job["actions"])
+                self._mtp.open(self.config, self._counted, made.job["actions"])
         if self.reference is not None:
             self.reference.open(made)
         self._plan = made
         self.should_step = made.has_signal
         return made
-
-    def _make_plan(self, batches: Sequence[TokenBatch], spec: LossSpec | None, **more: Any) -> Plan:
-        interleaved = None
-        if len(self.chunks) > 1:
-            interleaved = (int(self.config.microbatch_group_size_per_vp_stage), self.layout.pp_size)
-        return plan(
-            batches, spec, split=self.split, ranks=self.layout.ranks, arrangement=self._arrangement,
-            interleaved=interleaved, vocab_size=self.vocab_size, **more,
-        )  # fmt: skip
-
-    @property
-    def _arrangement(self) -> Arrangement:
-        tp, cp = self.layout.tp_size, self.layout.cp_size
-        multiple = (2 * cp if cp > 1 else 1) * (tp if self.config.sequence_parallel else 1)
-        # Expert-parallel dispatchers may size their buffers by the tokens of the first micro-batch they see.
-        fixed = not self.config.variable_seq_lengths or self.config.expert_model_parallel_size > 1
-        return Arrangement(multiple=math.lcm(multiple, self.split.multiple_of), fixed=fixed, left=True)
 
     def close(self) -> None:
         """Leave the open step without `finish`, after an error say; Megatron's config is as it was before `begin`."""
@@ -157,7 +134,7 @@ class PolicyLossStep:
 
     @property
     def _padding_counts(self) -> bool:
-        return counting.all_positions(self.config, fixed=self._arrangement.fixed)
+        return counting.all_positions(self.config, fixed=self.arrangement.fixed)
 
     @property
     def plan(self) -> Plan:
@@ -185,14 +162,7 @@ class PolicyLossStep:
 
     def data_iterator(self) -> Iterator[MicroBatch] | list[Iterator[MicroBatch]]:
         """This rank's shards of the step's micro-batches; one iterator per chunk under virtual pipelining."""
-        return self._iterators(self.plan)
-
-    def _iterators(self, made: Plan) -> Iterator[MicroBatch] | list[Iterator[MicroBatch]]:
-        def shards() -> Iterator[MicroBatch]:
-            for micro in made.microbatches(self.layout.device):
-                yield shard(micro, self.layout.cp_rank, self.layout.cp_size, self.layout.cp)
-
-        return [shards() for _ in self.chunks] if len(self.chunks) > 1 else shards()
+        return self.iterators(self.plan)
 
     def forward_step(
         self,
@@ -206,20 +176,6 @@ class PolicyLossStep:
         micro = next(data_iterator)
         return self.run_model(micro, model), self.loss_func(micro)
 
-    def run_model(self, micro: MicroBatch, model: Any, **more: Any) -> Any:
-        """The model's output on ``micro``: vocabulary-parallel logits ``[b, s, V/tp]`` on the last stage, or hidden
-        states with a fused head; a critic's values ``[b, s, 1]``, or both. ``more``: keywords over the step's own.
-        """
-        given = inputs.keywords(micro, model, get_model_config(model))
-        with self.head.attached(unwrap_model(model)) as own:
-            return model(micro.input_ids, micro.position_ids, None, **(given | own | more))
-
-    def logprobs(
-        self, micro: MicroBatch, output: Any, *, entropy: bool, ref_logits: Tensor | None = None
-    ) -> TokenLogprobs:
-        """Log-probs of ``micro.targets`` from what `run_model` gave, and the exact KL to ``ref_logits``."""
-        return self.head.logprobs(micro, outputs.for_logprobs(output), entropy=entropy, ref_logits=ref_logits)
-
     def loss_func(self, micro: MicroBatch, *, ref_logits: Tensor | None = None) -> Callable[..., Any]:
         """Megatron's ``loss_func`` for one micro-batch, in the return form of the config's mode.
 
@@ -229,7 +185,7 @@ class PolicyLossStep:
         made = self.plan
 
         def loss(output: Any, non_loss_data: bool = False) -> Any:
-            out = outputs.loss_of(self, micro, output, ref_logits)
+            out = self._loss_of(micro, output, ref_logits)
             report = {name: metric.pack() for name, metric in out.metrics.items()}
             if non_loss_data:
                 return report
@@ -242,6 +198,16 @@ class PolicyLossStep:
             return out.loss * (factor * made.num_microbatches), report
 
         return loss
+
+    def _loss_of(self, micro: MicroBatch, output: Any, ref_logits: Tensor | None) -> LossOutput:
+        """The planned loss of ``micro`` from the model's output, by what the spec reads."""
+        spec, lp, value = self.spec, None, None
+        if beside := outputs.reads_logprobs(spec):
+            ref = needed(ref_logits, self.reference, micro) if spec.needs_exact_kl else None
+            lp = self.logprobs(micro, output, entropy=spec.needs_entropy, ref_logits=ref)
+        if outputs.reads_value(spec):
+            value = outputs.values(micro, output, beside=beside)
+        return policy_loss(lp, micro, value=value)
 
     # ---- forward-only passes and the end of the step --------------------------------------------------------------
 
@@ -257,8 +223,8 @@ class PolicyLossStep:
 
         Returns: the batches with whole rows scored, on every rank.
         """
-        chunks = self.chunks if model is None else list(model) if isinstance(model, list | tuple) else [model]
-        return replay.score(self, self._make_plan(batches, None), batches, chunks, into)
+        chunks = self.chunks if model is None else as_chunks(model)
+        return forward_only.score(self, self.make_plan(batches, None), batches, chunks, into)
 
     def finish(self, losses: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         """Close the step: one gather over the world. Every rank calls it, before the optimizer steps.
@@ -279,15 +245,15 @@ class PolicyLossStep:
         wanted = [
             name for part in self.spec.components for name in names(part, self.spec, streams, self.spec.needs_entropy)
         ]
-        metrics, place, updated = exchange.collect(list(losses), wanted, made, self.layout)
+        metrics, place, updated = finish.collect(list(losses), wanted, made, self.layout)
         if updated:  # an evaluation is none
             made.mark_updated()
         self.close()
-        results = exchange.results(metrics, made)
-        error = exchange.nonfinite(metrics, place)
+        results = finish.results(metrics, made)
+        error = finish.nonfinite(metrics, place)
         if made.recorder is not None and updated:
             if error is None or self.on_nonfinite == "report":
-                replay.settle(self, made)
+                forward_only.settle(self, made)
             else:
                 made.recorder.forget()
         results["skipped"] = float(error is not None and self.on_nonfinite == "skip")

@@ -11,10 +11,6 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megatron_pgloss.errors import UnsupportedError
-from megatron_pgloss.megatron import mtp, outputs
-from megatron_pgloss.spec import LossSpec
-
 
 class ValueHead(torch.nn.Linear):
     """One number a position from its hidden state, ``V = h . w + b``: a Megatron model's output layer, or a second one.
@@ -59,24 +55,3 @@ class ValueHead(torch.nn.Linear):
         if self.sequence_parallel:
             value = gather_from_sequence_parallel_region(value, tensor_parallel_output_grad=False, group=self._group)
         return value, None
-
-
-def refuse(spec: LossSpec, bare: list[Any], config: Any) -> None:
-    """Refuse a critic that Megatron would treat as a language model.
-
-    Raises:
-        UnsupportedError: an output layer that finalize takes for the embedding's twin, or multi-token prediction.
-    """
-    if outputs.reads_logprobs(spec):
-        return
-    if any(getattr(model, "share_embeddings_and_output_weights", False) for model in bare):
-        raise UnsupportedError(
-            "a critic whose output layer is tied to the embedding",
-            expected="a value head with a weight of its own: Megatron adds the gradients of tied weights",
-            fix="build the critic with share_embeddings_and_output_weights=False",
-        )
-    if mtp.active(config):
-        raise UnsupportedError(
-            "multi-token prediction in a critic: it would predict tokens by the value head",
-            fix="mtp_num_layers=None",
-        )

@@ -6,9 +6,9 @@ matplotlib (the ``cli`` extra) are imported when a function that needs them is c
 
 from __future__ import annotations
 
+from megatron_pgloss.view.cells import TokenCell, TokenRow
 from megatron_pgloss.view.curve import Curve, learning_curve
 from megatron_pgloss.view.page import token_page
-from megatron_pgloss.view.rows import TokenCell, TokenRow
 from megatron_pgloss.view.terminal import token_terminal
 
 __all__ = ["Curve", "TokenCell", "TokenRow", "learning_curve", "token_page", "token_terminal"]

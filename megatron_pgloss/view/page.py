@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_pgloss.view.optional import require
-from megatron_pgloss.view.palette import MINUS, PLUS, role_colours
-from megatron_pgloss.view.rows import (
+from megatron_pgloss.view.cells import (
     Summary,
     TokenCell,
     TokenRow,
@@ -20,6 +18,8 @@ from megatron_pgloss.view.rows import (
     signed,
     summarize,
 )
+from megatron_pgloss.view.optional import require
+from megatron_pgloss.view.palette import MINUS, PLUS, role_colours
 from megatron_pgloss.view.text import is_line_end, pieces, printable, visible
 
 _TEMPLATES = Path(__file__).parent

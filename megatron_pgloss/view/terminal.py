@@ -6,9 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_pgloss.view.optional import require
-from megatron_pgloss.view.palette import MINUS, PLUS, role_colours
-from megatron_pgloss.view.rows import (
+from megatron_pgloss.view.cells import (
     Summary,
     TokenCell,
     TokenRow,
@@ -19,6 +17,8 @@ from megatron_pgloss.view.rows import (
     signed,
     summarize,
 )
+from megatron_pgloss.view.optional import require
+from megatron_pgloss.view.palette import MINUS, PLUS, role_colours
 from megatron_pgloss.view.text import is_line_end, printable, visible
 
 _HOW = "under each token: signs of its components with weights (○ none, a letter: the reason), advantage, log-prob"

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from megatron_pgloss.spec import LossSpec
-from megatron_pgloss.verify import judge
-from megatron_pgloss.verify.judge import FLOAT64, Answer, Judge, Precision, oracle_answer
-from megatron_pgloss.verify.rows import Row
+from megatron_pgloss.verify.data.rows import Row
+from megatron_pgloss.verify.run.judge import FLOAT64, Answer, Judge, Precision, oracle_answer, plain
 
 FOLDER = "PGLOSS_SHELF"
 """Environment variable: where the answers of this run lie. Without it, nothing is kept."""
@@ -28,7 +27,7 @@ FOLDER = "PGLOSS_SHELF"
 def answer(chunks: Any, model_fn: Any, rows: Sequence[Row], spec: LossSpec) -> Answer:
     """`oracle_answer`, or what it answered before to the very same question."""
     folder = os.environ.get(FOLDER)
-    functions = [part["fn"] for part in judge.plain(spec)["components"] if part["kind"] == "term"]
+    functions = [part["fn"] for part in plain(spec)["components"] if part["kind"] == "term"]
     if folder is None or any(fn.__closure__ for fn in functions):  # what a closure holds cannot be read
         return oracle_answer(chunks, model_fn, rows, spec)
     file = Path(folder) / f"{_question(chunks, rows, spec, functions)}.pkl"

@@ -17,8 +17,8 @@ MODULES = (
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel",
-    "megatron_pgloss.verify.faults",
-    "megatron_pgloss.verify.command",
+    "megatron_pgloss.verify.faults.self_test",
+    "megatron_pgloss.verify.run.command",
     "megatron_pgloss.megatron",
 )
 

@@ -212,8 +212,8 @@ def _plain_bodies() -> None:
 def enable_cpu() -> None:
     """Make the installed Megatron-Core run on CPU under gloo, for this process. Calling it again does nothing.
 
-    Call it before models are built; ``verify.models.init_parallel`` calls it. It leaves ``torch.cuda.is_available()``
-    False, and cannot be undone.
+    Call it before models are built; ``verify.layouts.models.init_parallel`` calls it. It leaves
+    ``torch.cuda.is_available()`` False, and cannot be undone.
 
     Raises:
         UnsupportedError: where CUDA is available: there Megatron-Core needs no help.

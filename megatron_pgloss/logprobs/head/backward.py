@@ -1,0 +1,147 @@
+"""The fused head that takes its gradient in the backward pass: logits kept, or made once more.
+
+Shapes: `T` rows of the micro-batch, `N` wanted ones, `L` of these with a gradient, `R` of one chunk, `H` hidden,
+`Vl` columns of the shard.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_pgloss.errors import UnsupportedError
+from megatron_pgloss.logprobs.head.forward import (
+    HeadJob,
+    WantedRows,
+    chunks,
+    gather_rows,
+    run_forward,
+    spread,
+    write_rows,
+)
+from megatron_pgloss.logprobs.head.wgrad import WeightGrad
+from megatron_pgloss.logprobs.upstream import Upstream, upstream_factors
+from megatron_pgloss.logprobs.vocab.merge import Merged
+
+
+class BackwardHead(torch.autograd.Function):
+    """(hidden, weight, targets, 1/tau, job, whether a backward may come) to (log-prob, entropy or None)."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, inverse_tau: Tensor | None, job: HeadJob, train: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """GEMM, statistics, one collective."""
+        if not train:
+            job = job._replace(keep=False)  # nobody will come for them
+        rows = gather_rows(hidden, targets, inverse_tau, job)
+        whole, kept_NV = run_forward(rows, weight, job)
+        if train:
+            ctx.save_for_backward(hidden, weight, targets.clone(), inverse_tau, kept_NV, *whole)
+            ctx.set_materialize_grads(False)
+            ctx.job, ctx.spent = job, False
+        count = targets.size(0)
+        entropy = None if whole.entropy is None else spread(whole.entropy, count, job, weight)
+        return spread(whole.logprob, count, job, weight), entropy
+
+    @staticmethod
+    def backward(ctx: Any, g_T: Tensor | None, h_T: Tensor | None) -> tuple[Tensor | None, ...]:
+        """dX and dW over the rows that have a gradient; one reduction of dX."""
+        check_once(ctx)
+        hidden, weight, targets, inverse_tau, kept_NV, *merged = ctx.saved_tensors
+        job: HeadJob = ctx.job
+        whole = Merged(*merged)
+        rows = gather_rows(hidden, targets, inverse_tau, job)
+        g_N, h_N = (None if g is None else g if job.rows is None else g[job.rows] for g in (g_T, h_T))
+        factors = upstream_factors(g_N, h_N, whole, rows.inverse_tau_N)
+        back = _Backward(rows, weight, kept_NV, factors, whole, job, *ctx.needs_input_grad[:2])
+        dx, dw = back.run(targets.size(0))
+        return dx, dw, None, None, None, None
+
+
+class _Backward:
+    """One backward pass."""
+
+    def __init__(
+        self, rows: WantedRows, weight: Tensor, kept_NV: Tensor | None, factors: Upstream, whole: Merged, job: HeadJob,
+        for_hidden: bool, for_weight: bool,
+    ) -> None:  # fmt: skip
+        self.rows, self.weight, self.kept_NV = rows, weight, kept_NV
+        self.factors, self.whole, self.job = factors, whole, job
+        self.for_hidden, self.for_weight = for_hidden, for_weight
+
+    def run(self, count: int) -> tuple[Tensor | None, Tensor | None]:
+        """(dX of this rank's rows, what autograd gets for the weight)."""
+        # The one host sync: which rows have a gradient. The others enter no GEMM.
+        live_L = self.factors.live_T.nonzero()[:, 0]
+        dense = live_L.numel() == self.rows.hidden_NH.size(0)
+        # Kept logits need no chunks where they become their gradient in place: one GEMM each for dX and dW.
+        at_once = live_L.numel() if dense and self.kept_NV is not None else 0
+        parts = list(chunks(live_L.numel(), max(at_once, self.job.chunk_tokens)))
+        sink = WeightGrad(self.weight, self.job.into_main_grad, len(parts)) if self.for_weight else None
+        dx_TH = self.weight.new_zeros(count, self.weight.size(1)) if self.for_hidden else None
+        reduction = InputGradient(dx_TH, self.job)
+        for part in parts:
+            index = part if dense else live_L[part]
+            dz_RV = self._logit_gradient(index)
+            if dx_TH is not None:
+                dx_TH[index if self.job.rows is None else self.job.rows[index]] = dz_RV.mm(self.weight)
+            if part is parts[-1]:
+                reduction.start()  # travels while the last weight gradient is computed
+            if sink is not None:
+                sink.add(dz_RV, self.rows.hidden_NH[index])
+        return reduction.result(), None if sink is None else sink.result()
+
+    def _logit_gradient(self, index: slice | Tensor) -> Tensor:
+        if self.kept_NV is None:
+            z_RV = self.rows.hidden_NH[index].mm(self.weight.t())
+        else:  # a view where no row is left out, else a copy of the chunk
+            z_RV = self.kept_NV[index]
+        write_rows(z_RV, self.rows, index, self.factors.take(index), self.whole, self.job)
+        return z_RV
+
+
+class InputGradient:
+    """dX over the tensor-parallel ranks: reduce-scatter to sequence shards, or all-reduce. Every rank enters it."""
+
+    def __init__(self, dx_TH: Tensor | None, job: HeadJob) -> None:
+        self._dx, self._job, self._handle, self._out = dx_TH, job, None, dx_TH
+        self._started = dx_TH is None or job.shard.size == 1
+
+    def start(self) -> None:
+        """Begin the reduction."""
+        if self._started or self._dx is None:
+            return
+        self._started = True
+        job = self._job
+        if job.sequence_parallel:
+            self._out = self._dx.new_empty(self._dx.size(0) // job.shard.size, self._dx.size(1))
+            self._handle = dist.reduce_scatter_tensor(self._out, self._dx, group=job.group, async_op=True)
+        else:
+            self._handle = dist.all_reduce(self._dx, group=job.group, async_op=True)
+
+    def result(self) -> Tensor | None:
+        """The reduced gradient."""
+        self.start()  # where no row had a gradient
+        if self._handle is not None:
+            self._handle.wait()
+        return self._out
+
+
+def check_once(ctx: Any) -> None:
+    """Refuse a second backward, and a differentiated one."""
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "the fused head has first derivatives only",
+            got="a backward with create_graph=True",
+            fix="call backward or autograd.grad without create_graph",
+        )
+    if ctx.spent:
+        raise UnsupportedError(
+            "second backward through the fused head: the first one used up its buffers",
+            fix="add the losses up and call backward once",
+        )
+    ctx.spent = True

@@ -1,0 +1,133 @@
+"""Log-probs and entropies from hidden states and the LM head's weight: the public function.
+
+Shapes: `T` rows (tokens), `H` hidden, `Vl` columns of the local vocabulary shard, `tp` shards.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_pgloss.errors import DataError, LayoutError, SpecError
+from megatron_pgloss.logprobs.head.backward import BackwardHead
+from megatron_pgloss.logprobs.head.forward import HeadJob
+from megatron_pgloss.logprobs.head.planned import LossGradients, PlannedHead
+from megatron_pgloss.logprobs.inputs import inverse_temperature, usual_chunk_elements
+from megatron_pgloss.logprobs.result import TokenLogprobs
+from megatron_pgloss.logprobs.vocab.shard import find_shard
+
+Mode = Literal["keep", "recompute", "forward"]
+MODES = ("keep", "recompute", "forward")
+
+
+def linear_token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor | None = None,
+    entropy: bool = False,
+    scale: float = 1.0,
+    rows: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    vocab_size: int | None = None,
+    mode: Mode = "keep",
+    upstream: LossGradients | None = None,
+    into_main_grad: bool = False,
+    chunk_tokens: int = 4096,
+    chunk_elements: int | None = None,
+) -> TokenLogprobs:
+    """Log-probability of each target, and entropy, under softmax(scale hidden weight^T / temperature).
+
+    The logits never leave this function: a GEMM per chunk of tokens, the row passes of `token_logprobs`, and in
+    backward dX = dZ W and dW += dZ^T h.
+
+    Args:
+        hidden: [T, H], or this rank's [T/tp, H] with ``sequence_parallel``; rows are tokens in the order of targets.
+        weight: [Vl, H] of hidden's dtype: this rank's vocabulary shard.
+        targets: int64 [T], the same on every rank of ``group``.
+        temperature: as for `token_logprobs`, of targets' shape where a tensor.
+        entropy: also return the entropy, with its gradient.
+        scale: multiplies the logits (muP's output multiplier).
+        rows: int64 [N], ascending: the tokens that are wanted. The others enter no GEMM; their log-prob and entropy
+            read 0 and pass no gradient. None: all.
+        group: the tensor-parallel group over which the vocabulary is split, or None.
+        sequence_parallel: ``hidden`` is a shard along T; gathered over ``group`` in forward and once more in backward,
+            and its gradient is reduce-scattered. Without it the gradient is all-reduced.
+        vocab_size: global columns from here on are padding.
+        mode: ``keep`` the logits of the wanted rows for backward (3 GEMMs, N Vl elements, gradient in place);
+            ``recompute`` them chunk by chunk (4 GEMMs, one chunk); ``forward``: take the gradient in the forward pass
+            (3 GEMMs, one chunk and a [Vl, H] float32 sum), which needs ``upstream``.
+        upstream: for ``forward``: (logprob [T], entropy [T] or None) to the loss's gradients by both, up to one
+            common factor that backward finds by itself. It must be a function of each token alone; tokens outside
+            the chunk at hand hold 0.
+        into_main_grad: add the weight's gradient to ``weight.main_grad`` (see `wgrad`).
+        chunk_tokens: tokens of one GEMM; one fused pass over ``keep`` where they all fit.
+        chunk_elements: as for `token_logprobs`.
+
+    Returns:
+        TokenLogprobs of [T], float32 (float64 on float64).
+
+    Gradient: first derivatives, one backward. Without autograd (``no_grad``) one GEMM and nothing kept, in every mode.
+
+    Raises:
+        DataError: shapes or dtypes that do not belong together.
+        SpecError: an unknown mode; ``forward`` without ``upstream``; temperature; chunk sizes.
+        LayoutError: ``sequence_parallel`` without a group; shards that cannot be a vocabulary.
+        UnsupportedError: (in backward) a second one, create_graph, or in mode ``forward`` an incoming gradient that is
+            not ``upstream``'s times one factor.
+
+    Source: the row gradient as in `token_logprobs`; keeping, recomputing and taking it in forward are compared in
+    docs/performance.md.
+    """
+    if mode not in MODES:
+        raise SpecError(f"no head mode {mode!r}", expected=" | ".join(MODES))
+    if mode == "forward" and upstream is None:
+        raise SpecError("mode='forward' takes the gradient before the loss is known", fix="pass upstream=")
+    if chunk_tokens < 1:
+        raise SpecError("chunk_tokens must be positive", got=chunk_tokens)
+    shards = 1 if group is None else dist.get_world_size(group)
+    if sequence_parallel and group is None:
+        raise LayoutError("sequence_parallel needs the tensor-parallel group", fix="pass group=")
+    _check(hidden, weight, targets, shards if sequence_parallel else 1)
+    if chunk_elements is None:
+        chunk_elements = usual_chunk_elements(hidden.device)
+    inverse_tau = inverse_temperature(temperature, targets)
+    if scale != 1.0:
+        one = torch.full(targets.shape, float(scale), dtype=torch.float64, device=targets.device)
+        inverse_tau = one if inverse_tau is None else inverse_tau * scale
+    job = HeadJob(
+        shard=find_shard(weight.size(0), group, vocab_size), entropy=entropy, rows=rows, group=group,
+        sequence_parallel=sequence_parallel, into_main_grad=into_main_grad, chunk_tokens=chunk_tokens,
+        chunk_elements=chunk_elements, keep=mode == "keep",
+    )  # fmt: skip
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    if mode == "forward" and needs_grad:
+        assert upstream is not None
+        logprob, entropies = PlannedHead.apply(hidden, weight, targets, inverse_tau, job, upstream)
+    else:
+        logprob, entropies = BackwardHead.apply(hidden, weight, targets, inverse_tau, job, needs_grad)
+    return TokenLogprobs(logprob, entropies)
+
+
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, shards: int) -> None:
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.size(1) != weight.size(1):
+        raise DataError(
+            "hidden states and head weight do not belong together",
+            expected="[T, H] and [Vl, H]",
+            got=f"{list(hidden.shape)} and {list(weight.shape)}",
+        )
+    if hidden.dtype != weight.dtype:
+        raise DataError("hidden states and head weight differ in dtype", got=f"{hidden.dtype} and {weight.dtype}")
+    if targets.dtype != torch.int64:
+        raise DataError("targets must be token ids", expected="int64", got=targets.dtype)
+    if targets.shape != (hidden.size(0) * shards,):
+        raise DataError(
+            "targets do not belong to the hidden states",
+            expected=f"[{hidden.size(0) * shards}]" + (" (rows of all sequence-parallel ranks)" if shards > 1 else ""),
+            got=list(targets.shape),
+        )

@@ -1,0 +1,164 @@
+"""The fused head that takes its gradient in the forward pass: three GEMMs and one chunk of logits.
+
+Shapes: `T` rows of the micro-batch, `N` wanted ones, `R` of one chunk, `H` hidden, `Vl` columns of the shard.
+
+The loss's own gradient (g, g_H) of a token-level objective is known as soon as the token's log-prob and entropy are,
+up to one factor F that the schedule, the wrapper and a loss scale put on the whole micro-batch later. Backward is
+linear in it: forward keeps dX and dW for F = 1, backward finds F by comparing what arrives with what was assumed,
+checks that all tokens agree on it, and multiplies. Nothing is added to ``main_grad`` before that, so that a forward
+without backward leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_pgloss.errors import UnsupportedError
+from megatron_pgloss.logprobs.head.backward import InputGradient, check_once
+from megatron_pgloss.logprobs.head.forward import HeadJob, WantedRows, chunks, gather_rows, row_stats, write_rows
+from megatron_pgloss.logprobs.head.wgrad import WeightGrad, accumulate
+from megatron_pgloss.logprobs.upstream import upstream_factors
+from megatron_pgloss.logprobs.vocab.merge import Merged, merge
+
+LossGradients = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+"""From log-prob and entropy (or None) of every token to the loss's gradients by both."""
+
+
+class PlannedHead(torch.autograd.Function):
+    """(hidden, weight, targets, 1/tau, job, upstream) to (log-prob, entropy or None)."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, inverse_tau: Tensor | None, job: HeadJob,
+        upstream: LossGradients,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Per chunk: GEMM, statistics, one collective, the objective's gradient, dX and dW."""
+        rows = gather_rows(hidden, targets, inverse_tau, job)
+        run = _Forward(rows, weight, targets.size(0), job, upstream, *ctx.needs_input_grad[:2])
+        for part in chunks(rows.hidden_NH.size(0), job.chunk_tokens):
+            run.chunk(part)
+        ctx.save_for_backward(weight)
+        ctx.set_materialize_grads(False)
+        ctx.job, ctx.run, ctx.spent = job, run, False
+        return run.logprob_T.clone(), None if run.entropy_T is None else run.entropy_T.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g_T: Tensor | None, h_T: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Multiply by what the schedule put on the loss."""
+        check_once(ctx)
+        (weight,) = ctx.saved_tensors
+        run: _Forward = ctx.run
+        ctx.run = None
+        # What arrives at rows that were not wanted reaches nothing.
+        wanted = slice(None) if ctx.job.rows is None else ctx.job.rows
+        arrived, assumed = (
+            [None if x is None else x[wanted] for x in pair] for pair in ((g_T, h_T), (run.g_T, run.h_T))
+        )
+        factor = _common_factor(arrived, assumed)
+        dw = None
+        if run.dw_VH is not None:
+            sink = WeightGrad(weight, ctx.job.into_main_grad, 1)
+            sink.add_sum(run.dw_VH, factor)
+            dw = sink.result()
+        dx_TH = None if run.dx_TH is None else (run.dx_TH * factor.to(run.dx_TH.dtype)).to(weight.dtype)
+        return InputGradient(dx_TH, ctx.job).result(), dw, None, None, None, None
+
+
+class _Forward:
+    """What the chunks of one forward pass leave for backward."""
+
+    def __init__(
+        self, rows: WantedRows, weight: Tensor, count: int, job: HeadJob, upstream: LossGradients, for_hidden: bool,
+        for_weight: bool,
+    ) -> None:  # fmt: skip
+        self._rows, self._weight, self._job, self._upstream = rows, weight, job, upstream
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self.logprob_T = torch.zeros(count, dtype=wide, device=weight.device)
+        self.entropy_T = torch.zeros_like(self.logprob_T) if job.entropy else None
+        self.g_T = torch.zeros_like(self.logprob_T)
+        self._chunk_2T = self.logprob_T.new_zeros(2, count)
+        self.h_T = torch.zeros_like(self.logprob_T) if job.entropy else None
+        self.dx_TH = torch.zeros(count, weight.size(1), dtype=wide, device=weight.device) if for_hidden else None
+        self.dw_VH = torch.zeros_like(weight, dtype=wide) if for_weight else None
+        self._buffer_RV = weight.new_empty(min(rows.hidden_NH.size(0), job.chunk_tokens), weight.size(0))
+
+    def chunk(self, part: slice) -> None:
+        """One chunk of wanted rows, from logits to its share of dX and dW."""
+        rows, job = self._rows, self._job
+        z_RV = self._buffer_RV[: part.stop - part.start]
+        hidden_RH = rows.hidden_NH[part]
+        torch.mm(hidden_RH, self._weight.t(), out=z_RV)
+        whole = merge(row_stats(z_RV, rows, part, job), rows.target_N[part], job.shard)
+        place_R = torch.arange(part.start, part.stop, device=z_RV.device) if job.rows is None else job.rows[part]
+        g_R, h_R = self._gradients(whole, place_R)
+        # Power of two, so exact: half logits would lose gradients of 1e-8 that only a later loss scale makes visible.
+        exponent = _exponent(g_R, h_R)
+        g_R, h_R = torch.ldexp(g_R, -exponent), None if h_R is None else torch.ldexp(h_R, -exponent)
+        here = WantedRows(
+            hidden_RH, rows.target_N[part], None if rows.inverse_tau_N is None else rows.inverse_tau_N[part]
+        )
+        factors = upstream_factors(g_R, h_R, whole, here.inverse_tau_N)
+        write_rows(z_RV, here, slice(None), factors, whole, job)
+        scale = torch.ldexp(torch.ones_like(exponent, dtype=self.g_T.dtype), exponent)
+        if self.dx_TH is not None:
+            self.dx_TH.index_copy_(0, place_R, z_RV.mm(self._weight).to(self.dx_TH.dtype) * scale)
+        if self.dw_VH is not None:
+            accumulate(self.dw_VH, z_RV, hidden_RH, float(scale))
+
+    def _gradients(self, whole: Merged, place_R: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The objective's gradients at this chunk's tokens; the others hold 0 and are not looked at."""
+        logprob_T = self._alone(place_R, whole.logprob, self.logprob_T, 0)
+        entropy_T = None
+        if self.entropy_T is not None and whole.entropy is not None:
+            entropy_T = self._alone(place_R, whole.entropy, self.entropy_T, 1)
+        with torch.enable_grad():
+            g_T, h_T = self._upstream(logprob_T, entropy_T)
+        g_R, h_R = g_T[place_R], None if self.h_T is None or h_T is None else h_T[place_R]
+        self._chunk_2T[:, place_R] = 0
+        self.g_T[place_R] = g_R.to(self.g_T.dtype)
+        if self.h_T is not None and h_R is not None:
+            self.h_T[place_R] = h_R.to(self.h_T.dtype)
+        return g_R.double(), None if h_R is None else h_R.double()
+
+    def _alone(self, place_R: Tensor, found_R: Tensor, all_T: Tensor, which: int) -> Tensor:
+        """This chunk's numbers among zeros, [T], in memory that every chunk uses; and into ``all_T``."""
+        all_T[place_R] = self._chunk_2T[which, place_R] = found_R.to(all_T.dtype)
+        return self._chunk_2T[which].detach()
+
+
+def _exponent(g_R: Tensor, h_R: Tensor | None) -> Tensor:
+    """Binary exponent of the largest gradient, int32 0-d; 0 where all are 0 or one is not finite."""
+    peak = g_R.abs().amax() if h_R is None else torch.maximum(g_R.abs().amax(), h_R.abs().amax())
+    usable = (peak > 0) & torch.isfinite(peak)
+    return torch.frexp(torch.where(usable, peak, 1.0)).exponent
+
+
+def _common_factor(arrived: list[Tensor | None], assumed: list[Tensor | None]) -> Tensor:
+    """The one factor F with ``arrived = F assumed``, float64 0-d.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    pairs = [
+        (torch.zeros_like(b) if a is None else a, b) for a, b in zip(arrived, assumed, strict=True) if b is not None
+    ]
+    came, guess = (torch.cat([pair[i].double() for pair in pairs]) for i in (0, 1))
+    if guess.numel() == 0:
+        return guess.new_ones(())
+    largest = guess.abs().argmax()
+    factor = torch.where(guess[largest] == 0, 1.0, came[largest] / guess[largest])
+    # Rounding of the streams' own dtype, many times over; a wrong factor or another loss is off by orders more.
+    eps = torch.finfo(arrived[0].dtype if arrived[0] is not None else torch.float32).eps
+    gap = (came - factor * guess).abs().amax()
+    if not bool(gap <= 64 * eps * came.abs().amax()):
+        raise UnsupportedError(
+            "mode='forward': the gradient that arrived is not the one that the forward pass took",
+            expected="the same objective on the same log-probs, times one factor for the whole micro-batch",
+            got=f"largest difference {float(gap):.3g} at gradients of {float(came.abs().amax()):.3g}",
+            fix="mode='keep' or 'recompute' for losses that are not a function of each token alone",
+        )
+    return factor

@@ -1,0 +1,144 @@
+"""`Runtime`: the model as it runs on this rank, and all that planning a step, running micro-batches and scoring share.
+
+Shapes: `b` rows and `s` positions of this rank's shard of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.utils import get_model_config, unwrap_model
+from torch import Tensor
+
+from megatron_pgloss.logprobs import TokenLogprobs
+from megatron_pgloss.megatron import call, factors, modes, outputs
+from megatron_pgloss.megatron.conditions import Setup
+from megatron_pgloss.megatron.context_parallel import shard
+from megatron_pgloss.megatron.head import Head, HeadMode, make_head
+from megatron_pgloss.megatron.layout import Layout
+from megatron_pgloss.planning import Arrangement, MicroBatch, Plan, Split, plan
+from megatron_pgloss.rollouts import TokenBatch
+from megatron_pgloss.spec import LossSpec
+
+
+class Runtime:
+    """Spec, split, layout, head, and the model with its config.
+
+    Args: those of `megatron_pgloss.megatron.PolicyLossStep` that are so called.
+
+    Raises:
+        UnsupportedError, SpecError: a refused mode (`megatron_pgloss.megatron.modes`), or factors that cannot be
+            established.
+        LayoutError: process groups missing.
+    """
+
+    chunks: list[Any]
+    """As handed to the schedule, wrapped."""
+    config: Any
+    per_token: bool
+    """``calculate_per_token_loss``."""
+    schedule_factor: float
+    wrapper_factor: float
+
+    def __init__(
+        self,
+        spec: LossSpec,
+        model: Any,
+        *,
+        split: Split,
+        pg_collection: Any,
+        vocab_size: int | None,
+        head: HeadMode,
+        head_memory: int,
+        reuse_logits: bool,
+    ) -> None:
+        self.spec, self.split = spec, split
+        self.layout = Layout.read(pg_collection)
+        self._model, self._head_mode = model, head
+        bare = self.look_again()
+        self.vocab_size: int | None = vocab_size or getattr(bare[0], "vocab_size", None)
+        self.head: Head = make_head(
+            head, bare, self.layout, spec, vocab_size=self.vocab_size, reuse=reuse_logits, memory=head_memory
+        )
+
+    def look_again(self) -> list[Any]:
+        """Read chunks, config, wrappers and factors as they are now, and refuse what would be wrong.
+
+        Done before every step: trainers fill their config late, and to look costs less than to know that nothing
+        changed.
+
+        Returns:
+            The chunks, unwrapped.
+        """
+        self.chunks = as_chunks(self._model)
+        self.config = get_model_config(self.chunks[0])
+        bare = [unwrap_model(chunk) for chunk in self.chunks]
+        modes.refuse(
+            Setup(
+                config=self.config, chunks=self.chunks, bare=bare, layout=self.layout, spec=self.spec,
+                head=self._head_mode,
+            )
+        )  # fmt: skip
+        self.per_token = bool(self.config.calculate_per_token_loss)
+        self.schedule_factor = factors.schedule_factor(self.config, self.layout)
+        self.wrapper_factor = factors.wrapper_factor(self.chunks, self.layout)
+        return bare
+
+    # ---- from batches to micro-batches ----------------------------------------------------------------------------
+
+    def make_plan(self, batches: Sequence[TokenBatch], spec: LossSpec | None, **more: Any) -> Plan:
+        """A plan of ``batches`` on this layout, without an objective where ``spec`` is None. A collective."""
+        interleaved = None
+        if len(self.chunks) > 1:
+            interleaved = (int(self.config.microbatch_group_size_per_vp_stage), self.layout.pp_size)
+        return plan(
+            batches, spec, split=self.split, ranks=self.layout.ranks, arrangement=self.arrangement,
+            interleaved=interleaved, vocab_size=self.vocab_size, **more,
+        )  # fmt: skip
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """How rows are laid out so that layout and schedule can cut them."""
+        tp, cp = self.layout.tp_size, self.layout.cp_size
+        multiple = (2 * cp if cp > 1 else 1) * (tp if self.config.sequence_parallel else 1)
+        # Expert-parallel dispatchers may size their buffers by the tokens of the first micro-batch they see.
+        fixed = not self.config.variable_seq_lengths or self.config.expert_model_parallel_size > 1
+        return Arrangement(multiple=math.lcm(multiple, self.split.multiple_of), fixed=fixed, left=True)
+
+    def iterators(self, made: Plan) -> Iterator[MicroBatch] | list[Iterator[MicroBatch]]:
+        """This rank's shards of the plan's micro-batches; one iterator per chunk under virtual pipelining."""
+
+        def shards() -> Iterator[MicroBatch]:
+            for micro in made.microbatches(self.layout.device):
+                yield shard(micro, self.layout.cp_rank, self.layout.cp_size, self.layout.cp)
+
+        return [shards() for _ in self.chunks] if len(self.chunks) > 1 else shards()
+
+    # ---- from micro-batches to log-probs --------------------------------------------------------------------------
+
+    def run_model(self, micro: MicroBatch, model: Any, **more: Any) -> Any:
+        """The model's output on ``micro``: vocabulary-parallel logits ``[b, s, V/tp]`` on the last stage, or hidden
+        states with a fused head; a critic's values ``[b, s, 1]``, or both. ``more``: keywords over the step's own.
+        """
+        given = call.keywords(micro, model, get_model_config(model))
+        with self.head.attached(unwrap_model(model)) as own:
+            return model(micro.input_ids, micro.position_ids, None, **(given | own | more))
+
+    def logprobs(
+        self, micro: MicroBatch, output: Any, *, entropy: bool, ref_logits: Tensor | None = None
+    ) -> TokenLogprobs:
+        """Log-probs of ``micro.targets`` from what `run_model` gave, and the exact KL to ``ref_logits``."""
+        return self.head.logprobs(micro, outputs.for_logprobs(output), entropy=entropy, ref_logits=ref_logits)
+
+    @property
+    def logprob_dtype(self) -> torch.dtype:
+        """float64 where the model is, else float32."""
+        return torch.float64 if self.config.params_dtype == torch.float64 else torch.float32
+
+
+def as_chunks(model: Any) -> list[Any]:
+    """The module, or the list of chunks, that a schedule takes, as a list."""
+    return list(model) if isinstance(model, list | tuple) else [model]

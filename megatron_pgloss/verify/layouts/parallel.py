@@ -1,0 +1,138 @@
+"""Megatron's parallel state for one layout after another, in one world."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_pgloss.errors import LayoutError
+from megatron_pgloss.megatron.cpu import enable_cpu
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """Sizes of this run's parallel dimensions, and where this process stands in each.
+
+    ``dp`` counts without context parallelism. Global rank, fastest first: tp, cp, ep, dp, pp.
+    """
+
+    tp: int
+    pp: int
+    vpp: int
+    cp: int
+    ep: int
+    etp: int
+    dp: int
+    tp_rank: int
+    pp_rank: int
+    cp_rank: int
+    ep_rank: int
+    dp_rank: int
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this pipeline rank holds the embedding."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this pipeline rank holds the output layer, and so sees logits."""
+        return self.pp_rank == self.pp - 1
+
+
+def init_parallel(
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int | None = None,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    seed: int = 1234,
+    **more: Any,
+) -> Axes:
+    """Set up Megatron's ``parallel_state`` for one layout; data parallelism is what is left of the world.
+
+    ``torch.distributed`` must be initialised. Without CUDA, ``enable_cpu`` is called first. One world may visit
+    many layouts, with ``destroy_parallel`` between them.
+
+    Args:
+        tp, pp, vpp, cp, ep: sizes of the tensor, pipeline, virtual pipeline, context and expert dimensions.
+        etp: tensor parallelism inside experts; default ``tp``.
+        seed: for Megatron's random states.
+        more: passed to ``initialize_model_parallel``, by its own names.
+    """
+    if not torch.cuda.is_available():
+        enable_cpu()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    if not dist.is_initialized():
+        raise LayoutError(
+            "init_parallel needs torch.distributed", fix="call torch.distributed.init_process_group first"
+        )
+    if dist.get_world_size() % (tp * pp * cp):
+        raise LayoutError(
+            "the layout does not fit the world",
+            expected=f"a world divisible by tp * pp * cp = {tp * pp * cp}",
+            got=dist.get_world_size(),
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp and vpp > 1 else None,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        create_gloo_process_groups=more.pop("create_gloo_process_groups", False),
+        **more,
+    )
+    model_parallel_cuda_manual_seed(seed)
+    return axes()
+
+
+def axes() -> Axes:
+    """Where this process stands, read from ``parallel_state``."""
+    from megatron.core import parallel_state as ps
+
+    return Axes(
+        tp=ps.get_tensor_model_parallel_world_size(),
+        pp=ps.get_pipeline_model_parallel_world_size(),
+        vpp=ps.get_virtual_pipeline_model_parallel_world_size() or 1,
+        cp=ps.get_context_parallel_world_size(),
+        ep=ps.get_expert_model_parallel_world_size(),
+        etp=ps.get_expert_tensor_parallel_world_size(),
+        dp=ps.get_data_parallel_world_size(with_context_parallel=False),
+        tp_rank=ps.get_tensor_model_parallel_rank(),
+        pp_rank=ps.get_pipeline_model_parallel_rank(),
+        cp_rank=ps.get_context_parallel_rank(),
+        ep_rank=ps.get_expert_model_parallel_rank(),
+        dp_rank=ps.get_data_parallel_rank(with_context_parallel=False),
+    )
+
+
+def destroy_parallel() -> None:
+    """End this layout and close its process groups, so that the next can be set up in the same world.
+
+    Every rank calls it (it waits for all of them: a group must not close while a peer is still in it).
+    """
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    # Megatron only forgets its groups. Each open gloo group keeps three threads that poll a hundred times a second:
+    # after thirty layouts they would take most of the machine.
+    groups = [group for group in getattr(parallel_state, "_global_process_group_list", None) or [] if group]
+    parallel_state.destroy_model_parallel()
+    dist.barrier()
+    for group in groups:
+        dist.destroy_process_group(group)
+    # The logging trackers of MoE and MTP losses are sized by the first model they see, and keep its process groups.
+    if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker"):
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):
+        moe_utils.get_moe_metrics_tracker()._metrics.clear()
+    MTPLossLoggingHelper.tracker.clear()

@@ -1,0 +1,159 @@
+"""The table of layouts, by the number of processes they take.
+
+Hidden size 32, a layer for each stage and no less than two. A layout of a larger world is slower and no other in kind,
+so the worlds of one, two and four hold most of them. Megatron-Core's own limits: averaging collectives not in per-token
+mode, tensor parallelism with experts only under sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.metadata import version
+from typing import Any
+
+from packaging.version import Version
+
+from megatron_pgloss.planning import Split
+from megatron_pgloss.verify.layouts.scenario import EXPERTS, Scenario
+
+__all__ = ["LAYOUTS", "Scenario", "every_layout", "since"]
+
+THD = Split(max_tokens=80)
+WIDE = Split(max_tokens=160)
+ROW = Split(sequences=1)
+
+
+def _of(world: int, *rows: dict[str, Any]) -> tuple[Scenario, ...]:
+    stages = [row.get("pp", 1) * row.get("vpp", 1) for row in rows]
+    return tuple(Scenario(world=world, layers=max(2, count), **row) for row, count in zip(rows, stages, strict=True))
+
+
+def _mb(count: int) -> Split:
+    return Split(microbatches=count)
+
+
+MOE = dict(experts=EXPERTS)
+
+AUX = dict(own="moe", **MOE)
+MTP = dict(own="mtp")
+HYBRID = dict(kind="hybrid")
+
+
+def since(release: str, *rows: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Rows that need this release of megatron-core; none on an earlier one."""
+    return rows if Version(version("megatron-core")) >= Version(release) else ()
+
+
+LAYOUTS: dict[int, tuple[Scenario, ...]] = {
+    1: _of(
+        1,
+        dict(split=_mb(1)),
+        dict(split=_mb(8), per_token=True),
+        dict(split=WIDE, per_token=True),
+        dict(split=THD, shuffle=1, temperature=True),
+        dict(tied=True, loss_scale=1024.0, per_token=True),
+        dict(split=ROW, variable_lengths=True),
+        dict(**MOE),
+        dict(head="auto", split=WIDE),
+    ),
+    2: _of(
+        2,
+        dict(),
+        dict(empty_rank=True, per_token=True),
+        dict(distributed_optimizer=True, per_token=True),
+        dict(split=THD, shuffle=2, distributed_optimizer=True),
+        dict(tp=2, per_token=True),
+        dict(tp=2, per_token=True, head="auto"),
+        dict(tp=2, sp=True, distributed_optimizer=True),
+        dict(pp=2, split=ROW),
+        dict(pp=2, split=THD, per_token=True),
+        dict(pp=2, vpp=2),
+        dict(pp=2, vpp=2, tied=True, per_token=True, split=THD),
+        dict(cp=2, per_token=True),
+        dict(cp=2, split=THD),
+        dict(cp=2, tail=True),
+        dict(cp=2, tail=True, split=Split(max_tokens=32), per_token=True),
+        dict(ep=2, per_token=True, **MOE),
+        dict(ep=2, distributed_optimizer=True, **MOE),
+        dict(ep=2, **AUX),
+        dict(cp=2, per_token=True, **AUX),
+        *since("0.18", dict(tp=2, sp=True, **HYBRID), dict(cp=2, split=THD, per_token=True, **HYBRID)),
+        *since("0.19", dict(pp=2, per_token=True, **MTP)),
+    ),
+    4: _of(
+        4,
+        dict(),
+        dict(empty_rank=True),
+        dict(overlap=True, per_token=True),
+        dict(distributed_optimizer=True),
+        dict(average=True),
+        dict(tp=2),
+        dict(tp=2, sp=True, per_token=True),
+        dict(tp=2, sp=True, recompute="full"),
+        dict(tp=4, vocab=30),
+        dict(tp=4, vocab=30, sp=True, per_token=True, distributed_optimizer=True),
+        dict(tp=2, tied=True, per_token=True),
+        dict(pp=2, empty_rank=True),
+        dict(pp=2, loss_scale=1024.0, per_token=True),
+        dict(pp=2, variable_lengths=True),
+        dict(pp=4, split=_mb(4)),
+        dict(pp=4, tied=True, split=ROW, per_token=True),
+        dict(pp=2, vpp=2),
+        dict(pp=2, vpp=2, empty_rank=True, per_token=True),
+        # Three micro-batches, which the interleaved schedule does not accept: a fourth is made.
+        dict(pp=2, vpp=2, overlap=True, split=Split(sequences=3)),
+        dict(pp=2, vpp=2, tied=True, distributed_optimizer=True, per_token=True),
+        dict(cp=2),
+        dict(cp=2, empty_rank=True, per_token=True),
+        dict(cp=2, recompute="selective"),
+        dict(cp=2, split=THD, shuffle=3),
+        dict(cp=2, split=THD, temperature=True, per_token=True),
+        dict(cp=2, distributed_optimizer=True, split=WIDE, per_token=True),
+        dict(cp=4, split=_mb(3)),
+        dict(cp=4, split=THD, per_token=True),
+        dict(cp=4, tail=True, split=ROW, per_token=True),
+        dict(cp=4, tail=True, split=Split(max_tokens=32)),
+        dict(tp=2, pp=2, per_token=True),
+        dict(tp=2, pp=2, temperature=True),
+        dict(tp=2, sp=True, pp=2, vpp=2),
+        dict(tp=2, cp=2, per_token=True),
+        dict(tp=2, sp=True, cp=2, split=THD),
+        dict(tp=2, sp=True, cp=2, split=THD, head="recompute", per_token=True),
+        dict(tp=2, pp=2, tied=True, head="keep"),
+        dict(cp=2, pp=2, split=THD, variable_lengths=True, per_token=True),
+        dict(cp=2, pp=2, collection=True),
+        dict(cp=2, pp=2, vpp=2, per_token=True),
+        dict(ep=2, pp=2, per_token=True, **MOE),
+        dict(ep=2, tp=2, sp=True, **MOE),
+        dict(ep=2, cp=2, distributed_optimizer=True, **MOE),
+        dict(ep=4, empty_rank=True, per_token=True, **MOE),
+        dict(ep=2, average=True, **MOE),
+        dict(ep=2, pp=2, **AUX),
+        dict(ep=2, tp=2, sp=True, per_token=True, **AUX),
+        dict(ep=4, distributed_optimizer=True, per_token=True, **AUX),
+        *since(
+            "0.18",
+            dict(pp=2, vpp=2, per_token=True, **HYBRID),
+            dict(tp=2, pp=2, distributed_optimizer=True, **HYBRID),
+            dict(pp=4, tied=True, **HYBRID),
+        ),
+        *since("0.19", dict(tp=2, sp=True, **MTP), dict(pp=2, vpp=2, tied=True, per_token=True, **MTP)),
+    ),
+    8: _of(
+        8,
+        dict(empty_rank=True),
+        dict(distributed_optimizer=True, per_token=True, split=ROW),
+        dict(tp=2, pp=2, cp=2, per_token=True),
+        dict(tp=2, sp=True, cp=2, split=THD, distributed_optimizer=True),
+        dict(pp=2, vpp=2, cp=2, split=THD),
+        dict(tp=4, sp=True, pp=2, per_token=True),
+        dict(ep=2, tp=2, sp=True, pp=2, **MOE),
+    ),
+}
+"""Processes to layouts; names are unique. What the installed megatron-core does not have (HybridModel before 0.18,
+multi-token prediction without labels before 0.19) is not in it."""
+
+
+def every_layout(worlds: Iterable[int] = LAYOUTS) -> list[Scenario]:
+    """The table in one list, larger worlds first."""
+    return [layout for world in sorted(worlds, reverse=True) for layout in LAYOUTS[world]]

@@ -1,0 +1,1 @@
+"""The command: visit layouts, run every loss on each, and hold what comes out against the oracle."""

@@ -1,0 +1,71 @@
+"""Where the time of the log-probs goes: phases of our own pass, and floors that no implementation gets below.
+
+Shapes: logits [T, V], hidden [T, H], weight [V, H], targets [T].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_pgloss import TokenLogprobs, token_logprobs
+from megatron_pgloss.logprobs import linear_token_logprobs
+
+Timer = Callable[[Callable[[], Any]], float]
+"""What a call takes, in milliseconds."""
+
+
+class Model(torch.autograd.Function):
+    """Hands its input on, and takes up the gradient as the layer before would."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """The same memory, and no view of the input: some peers write over what they are given."""
+        return x.new_empty(0).set_(x.detach())  # type: ignore[call-overload,no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        """The end."""
+
+
+def _phases(make: Callable[[], TokenLogprobs], timer: Timer) -> dict[str, float]:
+    """Forward, and what the whole pass takes beyond it; with entropy."""
+
+    def whole() -> None:
+        out = make()
+        assert out.entropy is not None
+        (out.logprob.sum() + 0.1 * out.entropy.sum()).backward()
+
+    forward = timer(make)
+    return {"forward": forward, "backward": timer(whole) - forward}
+
+
+def logits(inputs: list[Tensor], targets: Tensor, timer: Timer) -> dict[str, float]:
+    """Forward and backward of the backend that is picked here, over the logits; reading and writing them once."""
+    free = inputs[0].detach()
+    return {
+        **_phases(lambda: _rows(inputs[0], targets), timer),
+        "floor of forward (reading them, for a maximum)": timer(lambda: free.amax(-1)),
+        "floor of backward (reading and writing them)": timer(free.neg_),
+    }
+
+
+def _rows(x: Tensor, targets: Tensor) -> TokenLogprobs:
+    return token_logprobs(Model.apply(x), targets, entropy=True, reuse_logits=True)
+
+
+def head(inputs: list[Tensor], targets: Tensor, timer: Timer) -> dict[str, float]:
+    """Forward and backward of the head that keeps its logits; the three GEMMs and the row passes by themselves."""
+    found = _phases(lambda: linear_token_logprobs(*map(Model.apply, inputs), targets, entropy=True), timer)
+    x_TH, w_VH = (x.detach() for x in inputs)
+    z_TV = x_TH @ w_VH.t()
+    parts = {
+        "GEMM h W^T": timer(lambda: torch.mm(x_TH, w_VH.t())),
+        "GEMM dZ W": timer(lambda: torch.mm(z_TV, w_VH)),
+        "GEMM dZ^T h": timer(lambda: torch.mm(z_TV.t(), x_TH)),
+    }
+    rows = _phases(lambda: _rows(z_TV.requires_grad_(), targets), timer)
+    return found | parts | {"the three GEMMs": sum(parts.values()), "row passes alone": sum(rows.values())}
