@@ -18,7 +18,7 @@ from megatron_pgloss.logprobs import TokenLogprobs, token_logprobs
 from megatron_pgloss.objective import LossOutput, policy_loss, weighted_sum
 from megatron_pgloss.planning import MicroBatch, Plan, Split, minibatches, plan, voters
 from megatron_pgloss.rollouts import Author, Sampler, Span, Termination, TokenBatch, Trace
-from megatron_pgloss.scoring import statistics
+from megatron_pgloss.scoring import statistics_pass
 from megatron_pgloss.spec import (
     CISPO,
     DRO,
@@ -134,7 +134,7 @@ __all__ = [
     "plan",
     "policy_loss",
     "presets",
-    "statistics",
+    "statistics_pass",
     "token_logprobs",
     "voters",
     "weighted_sum",

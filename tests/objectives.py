@@ -19,7 +19,7 @@ from data import Dice, Row, attach_streams
 from megatron_pgloss.spec.corrections import Correction
 from megatron_pgloss.spec.gates import AnyGate
 from megatron_pgloss.spec.ratios import SHORT
-from megatron_pgloss.spec.surrogates import TOKEN_RATIO_ONLY, AnySurrogate
+from megatron_pgloss.spec.surrogates import AnySurrogate
 from megatron_pgloss.verify.oracle import oracle_loss
 
 NOW = 9
@@ -94,7 +94,7 @@ RATIOS: dict[str, Any] = {name: name for name in SHORT} | {
     "prefix of turns": pg.spec.Ratio(statistic="prefix", level="turn", gradient="token"),
     "own": pg.spec.CustomRatio(from_here_on, needs=("old",)),
 }
-PAIRS = [(s, r) for s in SURROGATES for r in RATIOS if r == "token" or not isinstance(SURROGATES[s], TOKEN_RATIO_ONLY)]
+PAIRS = [(s, r) for s in SURROGATES for r in RATIOS if r == "token" or not SURROGATES[s].token_ratio_only]
 
 TIS, REJECT = pg.TruncatedIS, pg.spec.Reject
 CORRECTIONS: dict[str, Any] = built(Correction) | {

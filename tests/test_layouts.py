@@ -181,11 +181,11 @@ def test_the_specs_hold_every_family_between_them() -> None:
     assert {part.units for _, part in parts} == {"counted", "all"}
     assert {part.divide_by for _, part in parts} == {"tokens", "weights"}
     assert {part.count for _, part in parts} == {"members", "observations", "keep"}
-    assert {part.rejected for _, part in parts} == {"original", "kept"}
+    assert {part.count_rejected for _, part in parts} == {True, False}
     assert {part.ratio for _, part in parts if isinstance(part, pg.PolicyGradient)} >= {"token", "sequence", "turn"}
     assert any(isinstance(part, pg.KL) and part.gradient == "weighted" for _, part in parts)
     assert any(isinstance(part, pg.Entropy) and part.coef for _, part in parts)
-    assert any(spec.corrections and part.rejected == "kept" for spec, part in parts)
+    assert any(spec.corrections and not part.count_rejected for spec, part in parts)
     assert {type(mask).__name__ for spec, _ in parts for mask in spec.masks} >= {
         "DropTruncated", "DropZeroAdvantage", "UserMask",
     }  # fmt: skip

@@ -32,7 +32,7 @@ def score(
     return into_batches(batches, whole_pass(step, made, chunks, _logprobs(step, entropy=False))[0], into)
 
 
-def statistics(step: PolicyLossStep, made: Plan) -> Plan:
+def statistics_pass(step: PolicyLossStep, made: Plan) -> Plan:
     """``made`` with everything decided that needs the whole step, from one forward-only pass over it."""
     entropy = step.spec.needs_entropy
     streams = whole_pass(step, made, step.chunks, _logprobs(step, entropy=entropy), streams=1 + entropy)

@@ -20,6 +20,7 @@ from megatron_pgloss.spec.corrections import (
     TruncatedIS,
     Veto,
 )
+from megatron_pgloss.spec.families import FAMILIES
 from megatron_pgloss.spec.functions import Function
 from megatron_pgloss.spec.gates import (
     AnyGate,
@@ -32,20 +33,20 @@ from megatron_pgloss.spec.gates import (
     SequenceGate,
     TVGate,
 )
-from megatron_pgloss.spec.kept import KeptSet
+from megatron_pgloss.spec.kept_set import KeptSet
+from megatron_pgloss.spec.kinds import Kind, kinds
+from megatron_pgloss.spec.levels import LEVELS, UNITS, Level
 from megatron_pgloss.spec.loss_spec import LossSpec
-from megatron_pgloss.spec.normalizer import ALIASES, UNITS, Level, Path, Unit, parse
-from megatron_pgloss.spec.ratios import CustomRatio, Ratio
-from megatron_pgloss.spec.reads import moved_by_advantage, reads_turns
-from megatron_pgloss.spec.rules import (
+from megatron_pgloss.spec.masks import (
     DropTruncated,
     DropZeroAdvantage,
     KeepPositiveAdvantage,
     Mask,
-    RoleTable,
     UserMask,
-    acts_on,
 )
+from megatron_pgloss.spec.normalizer import ALIASES, Path, Step, parse
+from megatron_pgloss.spec.ratios import CustomRatio, Ratio
+from megatron_pgloss.spec.roles import RoleTable
 from megatron_pgloss.spec.surrogates import (
     CISPO,
     DRO,
@@ -67,9 +68,11 @@ __all__ = [
     "ALIASES",
     "CISPO",
     "DRO",
+    "FAMILIES",
     "FIPO",
     "GMPO",
     "KL",
+    "LEVELS",
     "NLL",
     "REAL",
     "SAPO",
@@ -95,6 +98,7 @@ __all__ = [
     "KLGate",
     "KeepPositiveAdvantage",
     "KeptSet",
+    "Kind",
     "Level",
     "LossSpec",
     "Mask",
@@ -109,18 +113,16 @@ __all__ = [
     "SecondMomentGate",
     "SequenceGate",
     "Staleness",
+    "Step",
     "Surrogate",
     "TVGate",
     "Term",
     "TopKDistill",
     "TruncatedIS",
     "Unclipped",
-    "Unit",
     "UserMask",
     "Value",
     "Veto",
-    "acts_on",
-    "moved_by_advantage",
+    "kinds",
     "parse",
-    "reads_turns",
 ]
