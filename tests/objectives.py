@@ -1,7 +1,7 @@
 """Every part that a spec can have, found in the spec's own unions, and a step in which each of them can show.
 
-A new kind of surrogate, correction or gate is picked up by itself; one that cannot be built from its defaults needs a
-line in `ARGUMENTS`, and says so.
+A new kind of surrogate, correction or gate is picked up by itself, built from its defaults and its ``example``; numbers
+under which it acts on this step go into `ARGUMENTS`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def built(union: Any) -> dict[str, Any]:
     kinds = get_args(get_args(union)[0]) if get_args(union) else ()
     found = {}
     for kind in kinds:
-        args, kwargs = ARGUMENTS.get(kind.__name__, ((), {}))
+        args, kwargs = ARGUMENTS.get(kind.__name__, ((), dict(kind.example)))
         found[kind.__name__] = kind(*args, **kwargs)
     return found
 

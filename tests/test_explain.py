@@ -77,7 +77,7 @@ def mine(x: Any) -> Any:
 
 @pytest.mark.parametrize("kind", [*kinds(AnySurrogate), *kinds(AnyComponent), *kinds(AnyGate), *kinds(Correction)])
 def test_every_part_has_a_formula(kind: type) -> None:
-    part = kind(**EXAMPLES.get(kind.__name__, {}))
+    part = kind(**EXAMPLES.get(kind.__name__, kind.example))
     if kind in kinds(AnyComponent):
         spec = pg.LossSpec(components=[part])
     elif kind in kinds(AnySurrogate):

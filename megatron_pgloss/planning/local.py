@@ -140,7 +140,8 @@ def head(local: Local, spec: LossSpec | None, arrangement: Arrangement, ranks: R
     longest = max(lengths, default=0)
     packed = [sum(round_up(lengths[row], arrangement.multiple) for row in part) for part in local.parts]
     return known | {
-        # Nobody to compare with where every rank has data of its own.
+        # The digest lets the ranks of one replica compare their rows. Where every rank is a replica by itself, no other
+        # rank has the same rows, and the digest is not computed.
         "batch": agreement.batch_digest(batch) if ranks.world_size > ranks.data_size else 0,
         "streams": agreement.presence(batch),
         "microbatches": len(local.parts),

@@ -28,8 +28,7 @@ from megatron_pgloss.spec import (
     Unclipped,
     Value,
 )
-
-Bound = float | str
+from megatron_pgloss.spec.numbers import Bound
 
 
 def reinforce(*, normalizer: str = TOKEN, coef: float = 1.0, **parts: Any) -> LossSpec:

@@ -16,6 +16,8 @@ from megatron_pgloss.spec.numbers import Finite, Positive
 from megatron_pgloss.spec.ratios import SHORT, AnyRatio, RatioKind, canonical
 from megatron_pgloss.spec.surrogates import AnySurrogate, Clip
 
+__all__ = ["KL", "CrossEntropy", "Entropy", "PolicyGradient", "Term", "TopKDistill", "Value"]
+
 Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$", max_length=32)]
 
 
@@ -247,6 +249,9 @@ class TopKDistill(Component):
     ids: StreamName = "teacher_ids"
     logprobs: StreamName = "teacher_logprobs"
     on: Literal["action", "observation"] = "action"
+    symbols: ClassVar[Mapping[str, str]] = {
+        "K": "K", "v": "v", "in": r"\in ", "q_v": "q_v", "q_K": "q_K", "pi_K": r"\pi_{\theta,K}",
+    }  # fmt: skip
 
     @model_validator(mode="after")
     def _proper(self) -> TopKDistill:

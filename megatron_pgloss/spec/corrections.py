@@ -20,6 +20,8 @@ from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec.kinds import Rule, one_of
 from megatron_pgloss.spec.numbers import Distance, Finite, Positive
 
+__all__ = ["IcePop", "RatioMask", "Reject", "Staleness", "TruncatedIS", "Veto"]
+
 
 class CorrectionKind(Rule):
     """The family of corrections."""
@@ -200,6 +202,7 @@ class Reject(RatioCorrection):
     low: Finite | None = None
     high: Finite
     example: ClassVar[Mapping[str, Any]] = {"high": 0.05}
+    symbols: ClassVar[Mapping[str, str]] = {"k1": "k_1", "k2": "k_2", "k3": "k_3"}
 
     @model_validator(mode="after")
     def _signed(self) -> Reject:

@@ -8,7 +8,7 @@ from megatron_pgloss.spec.gates import GateKind
 from megatron_pgloss.spec.kinds import Kind
 from megatron_pgloss.spec.masks import MaskKind
 from megatron_pgloss.spec.ratios import RatioKind
-from megatron_pgloss.spec.surrogates import SurrogateKind
+from megatron_pgloss.spec.surrogates.surrogate import SurrogateKind
 
 FAMILIES: dict[str, type[Kind]] = {
     "components": Component,

@@ -19,6 +19,8 @@ from megatron_pgloss.spec.kinds import Rule, one_of
 from megatron_pgloss.spec.letters import SHORT_UNIT, letter
 from megatron_pgloss.spec.numbers import Distance, Positive, Probability
 
+__all__ = ["CovarianceGate", "EntropyGate", "Gate", "KLGate", "RatioGate", "SecondMomentGate", "SequenceGate", "TVGate"]
+
 Base = Literal["old", "rollout"]
 
 
@@ -83,6 +85,7 @@ class KLGate(GateKind):
     kind: Literal["binary_kl"] = "binary_kl"
     threshold: Positive = 0.05
     base: Base = "rollout"
+    symbols: ClassVar[Mapping[str, str]] = {"KL": r"\operatorname{KL}"}
 
     @property
     def reads(self) -> tuple[str, ...]:

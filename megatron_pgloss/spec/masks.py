@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from megatron_pgloss.spec.kinds import Rule, one_of
 
+__all__ = ["DropTruncated", "DropZeroAdvantage", "KeepPositiveAdvantage", "UserMask"]
+
 
 class MaskKind(Rule):
     """The family of masks."""

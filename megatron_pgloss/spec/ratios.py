@@ -30,6 +30,8 @@ from megatron_pgloss.spec.functions import Function
 from megatron_pgloss.spec.kinds import Kind, one_of
 from megatron_pgloss.spec.letters import SHORT_UNIT
 
+__all__ = ["CustomRatio", "Ratio"]
+
 
 class RatioKind(Kind):
     """The family of ratios. The ``formula`` of a kind is the logarithm of its ratio."""

@@ -8,32 +8,14 @@ parameter that takes ``Bound`` is a number, or the name of a per-token constant 
 from typing import TYPE_CHECKING
 
 from megatron_pgloss.spec.kinds import one_of
-from megatron_pgloss.spec.surrogates.held import CISPO, TOPR, VESPO
-from megatron_pgloss.spec.surrogates.joined import FIPO, GMPO, REAL
-from megatron_pgloss.spec.surrogates.likelihood import NLL, Distill, Reinforce
-from megatron_pgloss.spec.surrogates.moving import DRO, SAPO, Clip, Unclipped
-from megatron_pgloss.spec.surrogates.surrogate import Surrogate, SurrogateKind
+from megatron_pgloss.spec.surrogates.held import *  # noqa: F403
+from megatron_pgloss.spec.surrogates.joined import *  # noqa: F403
+from megatron_pgloss.spec.surrogates.likelihood import *  # noqa: F403
+from megatron_pgloss.spec.surrogates.moving import *  # noqa: F403
+from megatron_pgloss.spec.surrogates.surrogate import *  # noqa: F403
+from megatron_pgloss.spec.surrogates.surrogate import SurrogateKind
 
 if TYPE_CHECKING:
     AnySurrogate = SurrogateKind
 else:
     AnySurrogate = one_of(SurrogateKind)
-
-__all__ = [
-    "CISPO",
-    "DRO",
-    "FIPO",
-    "GMPO",
-    "NLL",
-    "REAL",
-    "SAPO",
-    "TOPR",
-    "VESPO",
-    "AnySurrogate",
-    "Clip",
-    "Distill",
-    "Reinforce",
-    "Surrogate",
-    "SurrogateKind",
-    "Unclipped",
-]

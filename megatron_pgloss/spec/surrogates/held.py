@@ -12,6 +12,8 @@ from megatron_pgloss.spec.letters import shown
 from megatron_pgloss.spec.numbers import Bound, Distance
 from megatron_pgloss.spec.surrogates.surrogate import SurrogateKind
 
+__all__ = ["CISPO", "TOPR", "VESPO"]
+
 
 class CISPO(SurrogateKind):
     """Clipped importance weight as a constant: ``l = -sg(clip(r, lower, upper)) A log pi`` (MiniMax-M1 2506.13585 eq. 4

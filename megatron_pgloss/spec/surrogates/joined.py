@@ -16,6 +16,8 @@ from megatron_pgloss.spec.surrogates.surrogate import SurrogateKind
 if TYPE_CHECKING:
     from megatron_pgloss.spec.components import PolicyGradient
 
+__all__ = ["FIPO", "GMPO", "REAL"]
+
 
 class GMPO(SurrogateKind):
     """Geometric mean of clipped token ratios: ``l = -A exp(mean over the unit of m)``, ``m = min(d, high)`` where A > 0
@@ -105,7 +107,10 @@ class REAL(SurrogateKind):
     tau: Positive = 0.5
     form: Literal["binary", "group"] = "binary"
     letters: ClassVar[tuple[str, ...]] = ("d",)
-    symbols: ClassVar[Mapping[str, str]] = {"softplus": r"\operatorname{softplus}", "sign": r"\operatorname{sign}"}
+    symbols: ClassVar[Mapping[str, str]] = {
+        "softplus": r"\operatorname{softplus}", "sign": r"\operatorname{sign}", "sum_j": r"\sum_j", "d_j": "d_j",
+        "n": "n",
+    }  # fmt: skip
 
     @property
     def needs_statistics_pass(self) -> bool:

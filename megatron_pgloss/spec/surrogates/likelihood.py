@@ -6,6 +6,8 @@ from typing import ClassVar, Literal
 
 from megatron_pgloss.spec.surrogates.surrogate import SurrogateKind
 
+__all__ = ["NLL", "Distill", "Reinforce"]
+
 
 class Reinforce(SurrogateKind):
     """Plain policy gradient: ``l = -A log pi`` (Williams 1992, eq. 4)."""

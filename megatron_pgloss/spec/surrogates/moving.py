@@ -12,6 +12,8 @@ from megatron_pgloss.spec.letters import interval
 from megatron_pgloss.spec.numbers import AboveOne, BelowOne, Bound, Distance, Positive
 from megatron_pgloss.spec.surrogates.surrogate import SurrogateKind
 
+__all__ = ["DRO", "SAPO", "Clip", "Unclipped"]
+
 
 def clipped(low: Any, high: Any, dual: float | None, delta: float | None) -> str:
     """The clipped surrogate as text."""

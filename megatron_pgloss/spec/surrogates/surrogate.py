@@ -12,6 +12,8 @@ from megatron_pgloss.spec.kinds import Kind
 if TYPE_CHECKING:
     from megatron_pgloss.spec.components import PolicyGradient
 
+__all__ = ["Surrogate"]
+
 
 class SurrogateKind(Kind):
     """The family of surrogates. The facts are those of most of them: a term of r and A that no bound cuts."""
