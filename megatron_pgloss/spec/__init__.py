@@ -1,7 +1,8 @@
 """What to train: a `LossSpec` and its parts, validated and immutable."""
 
 from megatron_pgloss.spec import parts
-from megatron_pgloss.spec.components import AnyComponent, Component
+from megatron_pgloss.spec.component import Component
+from megatron_pgloss.spec.components import AnyComponent
 from megatron_pgloss.spec.corrections import Correction
 from megatron_pgloss.spec.families import FAMILIES
 from megatron_pgloss.spec.functions import Function

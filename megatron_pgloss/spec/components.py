@@ -1,145 +1,21 @@
-"""What is added up: the components of a loss, each with its own tokens, weights, normaliser and coefficient."""
+"""The components beside the policy gradient: KL, entropy, cross entropy, a teacher, values, the user's own term."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import model_validator
 
 from megatron_pgloss.errors import SpecError
+from megatron_pgloss.spec.component import Component, Name
 from megatron_pgloss.spec.functions import Function, StreamName
-from megatron_pgloss.spec.kinds import Kind, one_of
+from megatron_pgloss.spec.kinds import one_of
 from megatron_pgloss.spec.letters import letter
-from megatron_pgloss.spec.normalizer import Path, parse
-from megatron_pgloss.spec.numbers import Finite, Positive
-from megatron_pgloss.spec.ratios import SHORT, AnyRatio, RatioKind, canonical
-from megatron_pgloss.spec.surrogates import AnySurrogate, Clip
+from megatron_pgloss.spec.numbers import Positive
+from megatron_pgloss.spec.policy_gradient import PolicyGradient
 
 __all__ = ["KL", "CrossEntropy", "Entropy", "PolicyGradient", "Term", "TopKDistill", "Value"]
-
-Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$", max_length=32)]
-
-
-class Component(Kind):
-    """The family of components: what all of them share. A field's meaning is the same everywhere."""
-
-    name: Name
-    """Its name in metrics, weights, reports and ``coef=`` overrides."""
-    coef: Finite = 1.0
-    """Coefficient lambda, applied outside the normaliser."""
-    normalizer: str = "mean(token)"
-    """Normaliser path, see `megatron_pgloss.spec.normalizer`."""
-    count: str = "members"
-    """The set whose tokens the normaliser counts: ``members``, ``observations``, or a mask's name."""
-    units: Literal["counted", "all"] = "counted"
-    """Whether a unit without a counted token counts at its level."""
-    divide_by: Literal["tokens", "weights"] = "tokens"
-    """Token counts, or the sum of the component's user weights over the counted tokens."""
-    count_rejected: bool = True
-    """Whether the tokens that a correction or gate rejected stay counted in the denominators; those that a mask took
-    never do."""
-
-    @field_validator("normalizer")
-    @classmethod
-    def _canonical(cls, text: str) -> str:
-        return str(parse(text))
-
-    @property
-    def path(self) -> Path:
-        """The parsed normaliser."""
-        return parse(self.normalizer)
-
-    @property
-    def over(self) -> Literal["action", "observation"]:
-        """The tokens it is defined on, before rules."""
-        return "action"
-
-    @property
-    def reads_logprobs(self) -> bool:
-        """Whether it reads the policy's log-probs."""
-        return True
-
-    @property
-    def chosen_ids(self) -> str | None:
-        """Name of the stream of ids at which it reads the policy's log-probs, or None."""
-        return None
-
-    @property
-    def moves_at_zero_advantage(self) -> bool:
-        """Whether a token of advantage 0 can move the policy through it."""
-        return True
-
-    @property
-    def parts(self) -> tuple[Kind, ...]:
-        """The component, and the parts that it is made of."""
-        return (self,)
-
-
-class PolicyGradient(Component):
-    """The policy-gradient term over the policy's own tokens: a surrogate of a ratio and an advantage."""
-
-    kind: Literal["policy_gradient"] = "policy_gradient"
-    name: Name = "rl"
-    surrogate: AnySurrogate = Clip()
-    ratio: str | AnyRatio = "token"
-    """A short name of `megatron_pgloss.spec.ratios`, a `Ratio`, or a `CustomRatio`. ``token``: pi/old per token.
-    ``none``: exactly 1 with the gradient of log pi (on-policy)."""
-
-    @field_validator("ratio", mode="before")
-    @classmethod
-    def _short_name(cls, given: Any) -> Any:
-        return canonical(given)
-
-    @model_validator(mode="after")
-    def _suits(self) -> PolicyGradient:
-        self.surrogate.check_home(self)
-        return self
-
-    @property
-    def axis(self) -> RatioKind | None:
-        """The ratio spelled out; None for ``none``."""
-        return SHORT[self.ratio] if isinstance(self.ratio, str) else self.ratio
-
-    @property
-    def parts(self) -> tuple[Kind, ...]:
-        """The component, its surrogate and its ratio."""
-        return (self, self.surrogate, *(() if self.axis is None else (self.axis,)))
-
-    @property
-    def has_ratio(self) -> bool:
-        """Whether the surrogate reads a ratio that has a base, and so can be other than 1."""
-        return "old" in self.reads
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """What surrogate and ratio read."""
-        ratio = "ratio" in self.surrogate.reads and self.ratio != "none"
-        found = [name for name in self.surrogate.reads if name != "ratio"]
-        return tuple(dict.fromkeys((*(("old",) if ratio else ()), *found, *(self.axis.reads if self.axis else ()))))
-
-    @property
-    def moves_at_zero_advantage(self) -> bool:
-        """As the surrogate says."""
-        return self.surrogate.moves_at_zero_advantage
-
-    @property
-    def needs_statistics_pass(self) -> bool:
-        """As the surrogate says: it may read all sequences of a prompt at once, which the pass brings together."""
-        return self.surrogate.needs_statistics_pass
-
-    def formula(self, base: str = "old") -> str:
-        """The surrogate's."""
-        return self.surrogate.formula(base)
-
-    def definitions(self, base: str = "old") -> tuple[str, ...]:
-        """The surrogate's, and what r and d are where it writes them."""
-        axis = self.axis
-        known = {
-            "d": "log pi - log sg(pi)" if axis is None else axis.formula(base),
-            "r": "pi/sg(pi)" if axis is None else axis.written_out(base),
-        }
-        return (*self.surrogate.definitions(base), *(f"{name} = {known[name]}" for name in self.surrogate.letters))
 
 
 class KL(Component):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_pgloss.spec.components import Component
+from megatron_pgloss.spec.component import Component
 from megatron_pgloss.spec.levels import LEVEL
 from megatron_pgloss.spec.normalizer import Path, Step
 

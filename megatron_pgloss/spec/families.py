@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_pgloss.spec.components import Component
+from megatron_pgloss.spec.component import Component
 from megatron_pgloss.spec.corrections import CorrectionKind
 from megatron_pgloss.spec.gates import GateKind
 from megatron_pgloss.spec.kinds import Kind

@@ -17,7 +17,7 @@ from pydantic import Field
 from megatron_pgloss.spec.base import Part
 
 if TYPE_CHECKING:
-    from megatron_pgloss.spec.components import Component
+    from megatron_pgloss.spec.component import Component
 
 
 class Kind(Part):

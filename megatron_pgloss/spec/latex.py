@@ -16,7 +16,7 @@ from megatron_pgloss.spec.levels import LEVEL
 from megatron_pgloss.spec.normalizer import Path
 
 if TYPE_CHECKING:
-    from megatron_pgloss.spec.components import Component
+    from megatron_pgloss.spec.component import Component
     from megatron_pgloss.spec.kinds import Kind
     from megatron_pgloss.spec.loss_spec import LossSpec
 

@@ -11,16 +11,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from megatron_pgloss.errors import SpecError
-from megatron_pgloss.spec import reads, toml
+from megatron_pgloss.spec import consistency, reads, toml
 from megatron_pgloss.spec.base import Part, nearest
-from megatron_pgloss.spec.components import AnyComponent, Component, PolicyGradient
+from megatron_pgloss.spec.component import Component
+from megatron_pgloss.spec.components import AnyComponent
 from megatron_pgloss.spec.corrections import Correction
 from megatron_pgloss.spec.families import FAMILIES
 from megatron_pgloss.spec.functions import Function
 from megatron_pgloss.spec.gates import AnyGate
 from megatron_pgloss.spec.kept_set import KeptSet
 from megatron_pgloss.spec.kinds import kinds, name_of
-from megatron_pgloss.spec.masks import DropZeroAdvantage, Mask
+from megatron_pgloss.spec.masks import Mask
 from megatron_pgloss.spec.reads import BASE
 from megatron_pgloss.spec.roles import RoleTable
 
@@ -86,58 +87,8 @@ class LossSpec(Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> LossSpec:
-        names = self.names
-        policy = any(isinstance(part, PolicyGradient) for part in self.components)
-        for rule in (*self.masks, *self.corrections, *self.gates):
-            for name in rule.on or ():
-                # A rule that names rl by default is at home in a spec without a policy gradient, and idle there.
-                idle = isinstance(rule, DropZeroAdvantage) and rule.on == ("rl",) and not policy
-                if name not in names and not idle:
-                    raise SpecError(
-                        f"{type(rule).__name__} acts on {name!r}, which is not a component",
-                        expected=", ".join(names),
-                        fix=nearest(name, list(names)),
-                    )
-        for component in self.components:
-            if component.count == "observations" and component.over != "observation":
-                raise SpecError(f"{component.name} counts observations but runs over actions", fix='count="members"')
-        teachers = {part.chosen_ids for part in self.components if part.chosen_ids is not None}
-        if len(teachers) > 1:
-            raise SpecError("the log-prob pass takes the ids of one teacher", got=", ".join(sorted(teachers)))
-        for rule in self.corrections:
-            self._check_correction(rule)
-        self._check_kept()
+        consistency.check(self)
         return self
-
-    def _check_kept(self) -> None:
-        if self.kept is None:
-            return
-        if self.needs_exact_kl:
-            raise SpecError(
-                "the exact KL on kept sets: it is infinite where the reference's set lacks a token of the policy's",
-                fix="KL(estimator='k3') of log-probs on the sets",
-            )
-        if self.chosen is not None:
-            raise SpecError("a teacher's top-k on kept sets: its tokens may lie outside of them", fix="kept=None")
-        late = self.kept.source == "recomputed" and self.kept.outside == "drop"
-        for part in self.components:
-            if late and not part.count_rejected and part.over == "action":
-                raise SpecError(
-                    f"{part.name}: count_rejected=False, but what lies outside recomputed sets is known in the loss "
-                    "alone",
-                    expected="count_rejected=True",
-                    fix="KeptSet(outside='refuse') or 'add', or recorded sets",
-                )
-
-    def _check_correction(self, rule: Correction) -> None:
-        name = type(rule).__name__
-        if rule.ratio_of == "old" and self.old in ("policy", "record", "rollout"):
-            one = "the weight old/mu is identically 1: leave the correction out, or say of='policy'"
-            raise SpecError(
-                f"{name}(of='old') needs an old stream, but old={self.old!r}",
-                expected="old='given' or 'interpolate'",
-                fix=f"with old='rollout' {one}" if self.old == "rollout" else "of='policy': sg(pi)/mu inside the loss",
-            )
 
     @property
     def names(self) -> tuple[str, ...]:

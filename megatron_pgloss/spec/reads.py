@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron_pgloss.spec.components import Component
+from megatron_pgloss.spec.component import Component
 from megatron_pgloss.spec.kinds import Kind
 
 if TYPE_CHECKING:

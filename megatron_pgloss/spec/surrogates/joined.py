@@ -14,7 +14,7 @@ from megatron_pgloss.spec.surrogates.moving import clipped
 from megatron_pgloss.spec.surrogates.surrogate import SurrogateKind
 
 if TYPE_CHECKING:
-    from megatron_pgloss.spec.components import PolicyGradient
+    from megatron_pgloss.spec.policy_gradient import PolicyGradient
 
 __all__ = ["FIPO", "GMPO", "REAL"]
 

@@ -10,7 +10,7 @@ from megatron_pgloss.spec.functions import Function
 from megatron_pgloss.spec.kinds import Kind
 
 if TYPE_CHECKING:
-    from megatron_pgloss.spec.components import PolicyGradient
+    from megatron_pgloss.spec.policy_gradient import PolicyGradient
 
 __all__ = ["Surrogate"]
 
