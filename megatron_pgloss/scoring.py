@@ -46,14 +46,14 @@ def into_batches(batches: Sequence[TokenBatch], values_T: Tensor, name: str) -> 
     return out
 
 
-def statistics(plan: Plan, scored: Sequence[TokenLogprobs]) -> Plan:
+def statistics_pass(plan: Plan, scored: Sequence[TokenLogprobs]) -> Plan:
     """The plan with everything decided that needs the whole step: gates by quantile, second moment or covariance, mean
     weights of the current policy, denominators without what gates reject.
 
     Run the model over ``plan.microbatches()`` forward-only, then call this, then train on the micro-batches of the plan
     it returns. `PolicyLossStep.begin` does all of it by itself. A collective of all ranks of the plan: one gather over
     the world, all-reduces of counts over data-parallel ranks (docs/conventions.md), and the plan's own gathers once
-    more where a component says ``rejected="kept"``. A spec that decides nothing gets its plan back.
+    more where a component has ``count_rejected=False``. A spec that decides nothing gets its plan back.
 
     Args:
         plan: as `megatron_pgloss.plan` made it.
@@ -62,7 +62,7 @@ def statistics(plan: Plan, scored: Sequence[TokenLogprobs]) -> Plan:
     Raises:
         DataError: another number of entries than micro-batches, a wrong shape, entropy missing (on every rank alike).
     """
-    if not plan.needs_statistics:
+    if not plan.needs_statistics_pass:
         return plan
     error: PGLossError | None = None
     logp_T = entropy_T = torch.zeros(0)
@@ -77,7 +77,7 @@ def statistics(plan: Plan, scored: Sequence[TokenLogprobs]) -> Plan:
 
 
 def decided(plan: Plan, logp_T: Tensor, entropy_T: Tensor | None) -> Plan:
-    """`statistics` from whole rows, float [T] on the CPU."""
+    """`statistics_pass` from whole rows, float [T] on the CPU."""
     found = decide(plan, whole(plan), logp_T, entropy_T)
     return revise(plan, found.streams, found.rejected, found.constants)
 

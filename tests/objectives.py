@@ -1,7 +1,7 @@
 """Every part that a spec can have, found in the spec's own unions, and a step in which each of them can show.
 
-A new kind of surrogate, correction or gate is picked up by itself; one that cannot be built from its defaults needs a
-line in `ARGUMENTS`, and says so.
+A new kind of surrogate, correction or gate is picked up by itself, built from its defaults and its ``example``; numbers
+under which it acts on this step go into `ARGUMENTS`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from data import Dice, Row, attach_streams
 from megatron_pgloss.spec.corrections import Correction
 from megatron_pgloss.spec.gates import AnyGate
 from megatron_pgloss.spec.ratios import SHORT
-from megatron_pgloss.spec.surrogates import TOKEN_RATIO_ONLY, AnySurrogate
+from megatron_pgloss.spec.surrogates import AnySurrogate
 from megatron_pgloss.verify.oracle import oracle_loss
 
 NOW = 9
@@ -72,7 +72,7 @@ def built(union: Any) -> dict[str, Any]:
     kinds = get_args(get_args(union)[0]) if get_args(union) else ()
     found = {}
     for kind in kinds:
-        args, kwargs = ARGUMENTS.get(kind.__name__, ((), {}))
+        args, kwargs = ARGUMENTS.get(kind.__name__, ((), dict(kind.example)))
         found[kind.__name__] = kind(*args, **kwargs)
     return found
 
@@ -94,7 +94,7 @@ RATIOS: dict[str, Any] = {name: name for name in SHORT} | {
     "prefix of turns": pg.spec.Ratio(statistic="prefix", level="turn", gradient="token"),
     "own": pg.spec.CustomRatio(from_here_on, needs=("old",)),
 }
-PAIRS = [(s, r) for s in SURROGATES for r in RATIOS if r == "token" or not isinstance(SURROGATES[s], TOKEN_RATIO_ONLY)]
+PAIRS = [(s, r) for s in SURROGATES for r in RATIOS if r == "token" or not SURROGATES[s].token_ratio_only]
 
 TIS, REJECT = pg.TruncatedIS, pg.spec.Reject
 CORRECTIONS: dict[str, Any] = built(Correction) | {

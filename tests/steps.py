@@ -107,8 +107,8 @@ def solve(
         entropy = None if entropy_T is None else arrange(micro, entropy_T, fill)
         return pg.TokenLogprobs(logprob=arrange(micro, logp_T, fill), entropy=entropy)
 
-    if plan.needs_statistics:
-        plan = pg.statistics(plan, [scored(micro) for micro in plan.microbatches()])
+    if plan.needs_statistics_pass:
+        plan = pg.statistics_pass(plan, [scored(micro) for micro in plan.microbatches()])
     total, outs = torch.zeros((), dtype=torch.float64), []
     for micro in plan.microbatches():
         worth = None if value_T is None else arrange(micro, value_T, fill)

@@ -19,7 +19,7 @@ PUBLIC = (
     "RatioMask Reinforce Reject RoleTable SAPO Sampler SecondMomentGate SequenceGate Span SpecError Split "
     "Staleness Surrogate TOPR TVGate Term Termination TokenBatch TokenLogprobs TopKDistill Trace TruncatedIS Unclipped "
     "UnsupportedError UserMask VESPO Value Veto __version__ advantages minibatches plan policy_loss presets "
-    "statistics token_logprobs voters weighted_sum"
+    "statistics_pass token_logprobs voters weighted_sum"
 )
 VOCAB, B, L = 11, 8, 7
 

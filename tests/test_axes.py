@@ -150,7 +150,7 @@ def choices() -> dict[str, pg.LossSpec]:
         found[f"ratio {number} {ratio if isinstance(ratio, str) else ratio.kind}"] = pg.LossSpec(components=[part])
     for name, preset in pg.presets.PRESETS.items():
         spec = preset.build(**preset.example)
-        if not spec.needs_statistics and name != "critic":
+        if not spec.needs_statistics_pass and name != "critic":
             found[name] = spec
     found["real, binary"] = pg.presets.real(form="binary")
     for number, rules in enumerate(RULES):

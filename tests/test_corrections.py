@@ -22,7 +22,7 @@ def ratios(*values: float) -> dict[str, Any]:
 
 
 def reinforce(*corrections: Any, normalizer: str = SUM, **more: Any) -> pg.LossSpec:
-    part = {name: more.pop(name) for name in ("rejected", "units", "count") if name in more}
+    part = {name: more.pop(name) for name in ("count_rejected", "units", "count") if name in more}
     rl = pg.PolicyGradient(surrogate=pg.Reinforce(), ratio="none", normalizer=normalizer, **part)
     return pg.LossSpec(components=[rl], corrections=corrections, **more)
 
@@ -122,7 +122,7 @@ def test_what_each_rule_rejects(rule: Any, kept: str) -> None:
     assert member_T.tolist() == expected
     assert plan.counts["rl"][rule.reason] == expected.count(False)
     assert f"{expected.count(False)} tokens out: {rule.reason}" in plan.report() or all(expected)
-    assert rule.formula in plan.report() and rule.formula in str(plan.spec)
+    assert rule.formula() in plan.report() and rule.formula() in str(plan.spec)
 
 
 def test_icepop_weighs_inside_its_band_and_several_rules_multiply() -> None:
@@ -149,26 +149,26 @@ NORM = "mean(sequence) > mean(token)"
 
 
 @pytest.mark.parametrize(
-    ("rejected", "units", "expected"),
+    ("count_rejected", "units", "expected"),
     [
         # Rows of 4 and 1 actions; the veto on turns takes two tokens of the first row, all of the second.
-        ("original", "counted", [1 / 8, 1 / 8]),
-        ("kept", "counted", [1 / 2, 1 / 2]),  # the second row has no counted token and is no unit
-        ("kept", "all", [1 / 4, 1 / 4]),
-        ("original", "all", [1 / 8, 1 / 8]),
+        (True, "counted", [1 / 8, 1 / 8]),
+        (False, "counted", [1 / 2, 1 / 2]),  # the second row has no counted token and is no unit
+        (False, "all", [1 / 4, 1 / 4]),
+        (True, "all", [1 / 8, 1 / 8]),
     ],
 )
-def test_rejected_tokens_and_units_in_the_denominators(rejected: Any, units: Any, expected: list[float]) -> None:
-    spec = reinforce(pg.Veto(low=0.6, unit="turn"), normalizer=NORM, rejected=rejected, units=units)
+def test_rejected_tokens_and_units_in_the_denominators(count_rejected: bool, units: Any, expected: list[float]) -> None:
+    spec = reinforce(pg.Veto(low=0.6, unit="turn"), normalizer=NORM, count_rejected=count_rejected, units=units)
     plan = pg.plan([pictured(*ROWS, **LEFT)], spec, split=ONE)
     near(plan.table["weight/rl"][plan.table["member/rl"]], expected)
-    assert plan.counts["rl"]["sequence"] == (1 if (rejected, units) == ("kept", "counted") else 2)
-    assert plan.counts["rl"]["token"] == (2 if rejected == "kept" else 5)
+    assert plan.counts["rl"]["sequence"] == (1 if (count_rejected, units) == (False, "counted") else 2)
+    assert plan.counts["rl"]["token"] == (5 if count_rejected else 2)
 
 
 def test_all_rejected_contributes_nothing() -> None:
-    for rejected in ("original", "kept"):
-        spec = reinforce(pg.Veto(low=0.9), normalizer=NORM, rejected=rejected)
+    for count_rejected in (True, False):
+        spec = reinforce(pg.Veto(low=0.9), normalizer=NORM, count_rejected=count_rejected)
         answer = solve(pictured("cA", **ratios(1, 0.5)), spec, [-1.0, -1.0])
         assert answer.loss == 0 and not answer.grad_T.any() and not answer.plan.has_signal
         assert "nothing left" in answer.plan.report()

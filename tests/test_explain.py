@@ -12,7 +12,7 @@ import pytest
 import megatron_pgloss as pg
 from megatron_pgloss.cli import _elsewhere, _example, explain, main
 from megatron_pgloss.presets import PRESETS
-from megatron_pgloss.spec import division, formulas, latex, parse
+from megatron_pgloss.spec import division, latex, letters, parse
 from megatron_pgloss.spec.components import AnyComponent
 from megatron_pgloss.spec.corrections import Correction
 from megatron_pgloss.spec.gates import AnyGate
@@ -77,7 +77,7 @@ def mine(x: Any) -> Any:
 
 @pytest.mark.parametrize("kind", [*kinds(AnySurrogate), *kinds(AnyComponent), *kinds(AnyGate), *kinds(Correction)])
 def test_every_part_has_a_formula(kind: type) -> None:
-    part = kind(**EXAMPLES.get(kind.__name__, {}))
+    part = kind(**EXAMPLES.get(kind.__name__, kind.example))
     if kind in kinds(AnyComponent):
         spec = pg.LossSpec(components=[part])
     elif kind in kinds(AnySurrogate):
@@ -274,7 +274,7 @@ def test_counts_are_said_in_words() -> None:
     lines = division.words(pg.presets.echo().component("ce"))
     assert "N_sequence: sequences of the step (with or without a counted token), on all ranks together" in lines
     assert any("all observations, trained or not" in line for line in lines)
-    weighted = division.words(pg.PolicyGradient(divide_by="weights", rejected="kept"))
+    weighted = division.words(pg.PolicyGradient(divide_by="weights", count_rejected=False))
     assert any("sum of the user's rl weights" in line for line in weighted)
     assert any("without those that a correction or gate rejected" in line for line in weighted)
     assert any("mask 'box'" in line for line in division.words(pg.PolicyGradient(count="box")))
@@ -284,4 +284,4 @@ def test_masks_say_their_reason() -> None:
     for mask in kinds(Mask):
         part = mask(on=("rl",), **({"name": "m"} if mask is pg.UserMask else {}))
         assert f"mask: {part.reason} on" in str(pg.presets.ppo(masks=[part]))
-    assert formulas.BASES.keys() == {"given", "policy", "record", "rollout", "interpolate"}
+    assert letters.BASES.keys() == {"given", "policy", "record", "rollout", "interpolate"}

@@ -54,7 +54,7 @@ def test_sides_of_both_signs_and_open_sides() -> None:
 
 def test_zero_advantage_is_tested_against_the_lower_bound_on_request() -> None:
     """The gradient is 0 either way; what the metric counts is not."""
-    for zero, share in (("kept", 0.0), ("low", 0.25)):
+    for zero, share in (("passes", 0.0), ("low", 0.25)):
         rl = pg.PolicyGradient(surrogate=pg.Unclipped())
         spec = pg.LossSpec(components=[rl], old="rollout", gates=[pg.TVGate(low=0.2, high=0.2, zero=zero)])
         batch = pictured("cAAAA", advantages=0.0, rollout_logprobs=[9.0] + [log(p) for p in MU])

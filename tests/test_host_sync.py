@@ -43,7 +43,7 @@ def step(spec: pg.LossSpec, rows: tuple[str, ...]) -> tuple[pg.MicroBatch, pg.To
         pg.TokenLogprobs(logprob=-torch.rand(m.shape).double(), entropy=torch.rand(m.shape).double())
         for m in plan.microbatches()
     ]
-    plan = pg.statistics(plan, scored) if plan.needs_statistics else plan
+    plan = pg.statistics_pass(plan, scored) if plan.needs_statistics_pass else plan
     micro = next(plan.microbatches())
     out = [(-torch.rand(micro.shape, dtype=torch.float64)).requires_grad_() for _ in range(3)]
     return micro, pg.TokenLogprobs(logprob=out[0], entropy=out[1]), out[2]

@@ -51,8 +51,8 @@ def run(one: pg.TokenBatch, how: pg.LossSpec, **more: Any) -> tuple[float, Tenso
     def scored(micro: pg.MicroBatch) -> pg.TokenLogprobs:
         return pg.token_logprobs(logits, micro.targets, kept=micro.kept, entropy=True, temperature=micro.temperature)
 
-    if plan.needs_statistics:
-        plan = pg.statistics(plan, [scored(micro) for micro in plan.microbatches()])
+    if plan.needs_statistics_pass:
+        plan = pg.statistics_pass(plan, [scored(micro) for micro in plan.microbatches()])
     outs = [pg.policy_loss(scored(micro), micro) for micro in plan.microbatches()]
     loss = torch.stack([out.loss for out in outs]).sum()
     loss.backward()
@@ -245,8 +245,8 @@ def test_log_probs_of_the_whole_vocabulary_are_refused() -> None:
 def test_what_is_not_defined_on_sets_is_refused_by_the_spec() -> None:
     exact = [*PARTS, pg.KL(estimator="exact")]
     refused(pg.SpecError, lambda: spec(components=exact), "exact KL on kept sets")
-    kept = [pg.PolicyGradient(rejected="kept")]
-    refused(pg.SpecError, lambda: spec("drop", "recomputed", components=kept), "rejected='kept'")
+    kept = [pg.PolicyGradient(count_rejected=False)]
+    refused(pg.SpecError, lambda: spec("drop", "recomputed", components=kept), "count_rejected=False")
     assert spec("drop", components=kept).kept is not None
     taught = [pg.PolicyGradient(), pg.TopKDistill()]
     refused(pg.SpecError, lambda: spec(components=taught), "teacher's top-k on kept sets")

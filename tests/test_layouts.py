@@ -2,9 +2,9 @@
 
 Every parameter, after Megatron's own schedule, wrapper and ``finalize_model_grads``, is held against the loss written
 from its formulas on the whole step in one process. A world of one, two, four and eight processes each visit layouts of
-`megatron_pgloss.verify.layouts.table` that take so many, under specs of `megatron_pgloss.verify.run.specs`: all those of two
-processes, those with three axes, and so many others as show every axis, flag, pair of axes, and every axis with every
-spec. An exhaustive run visits all under all; the last full run of ``verify`` is in docs/verified.md.
+`megatron_pgloss.verify.layouts.table` that take so many, under specs of `megatron_pgloss.verify.run.specs`: all those of
+two processes, those with three axes, and so many others as show every axis, flag, pair of axes, and every axis with
+every spec. An exhaustive run visits all under all; the last full run of ``verify`` is in docs/verified.md.
 
 Error of a parameter: max |g - g0| / max(max |g0|, 1e-3 of the largest over all parameters).
 """
@@ -198,11 +198,11 @@ def test_the_specs_hold_every_family_between_them() -> None:
     assert {part.units for _, part in parts} == {"counted", "all"}
     assert {part.divide_by for _, part in parts} == {"tokens", "weights"}
     assert {part.count for _, part in parts} == {"members", "observations", "keep"}
-    assert {part.rejected for _, part in parts} == {"original", "kept"}
+    assert {part.count_rejected for _, part in parts} == {True, False}
     assert {part.ratio for _, part in parts if isinstance(part, pg.PolicyGradient)} >= {"token", "sequence", "turn"}
     assert any(isinstance(part, pg.KL) and part.gradient == "weighted" for _, part in parts)
     assert any(isinstance(part, pg.Entropy) and part.coef for _, part in parts)
-    assert any(spec.corrections and part.rejected == "kept" for spec, part in parts)
+    assert any(spec.corrections and not part.count_rejected for spec, part in parts)
     assert {type(mask).__name__ for spec, _ in parts for mask in spec.masks} >= {
         "DropTruncated", "DropZeroAdvantage", "UserMask",
     }  # fmt: skip

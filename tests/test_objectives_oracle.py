@@ -79,29 +79,29 @@ def test_every_form_of_the_kl(form: str, old: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "rejected", "of"),
-    paired("corrections x denominators x of", name=CORRECTIONS, rejected=["original", "kept"], of=["old", "policy"]),
+    ("name", "count_rejected", "of"),
+    paired("corrections x denominators x of", name=CORRECTIONS, count_rejected=[True, False], of=["old", "policy"]),
 )
-def test_every_correction(name: str, rejected: str, of: str) -> None:
+def test_every_correction(name: str, count_rejected: bool, of: str) -> None:
     rule = CORRECTIONS[name]
     if of == "policy":
         if rule.kind == "staleness":
             return  # versions have no log-prob
         rule = rule.replace(of="policy")
-    parts = [rl(rejected=rejected), pg.KL(coef=0.1, rejected=rejected)]
+    parts = [rl(count_rejected=count_rejected), pg.KL(coef=0.1, count_rejected=count_rejected)]
     spec = pg.LossSpec(components=parts, corrections=[rule], masks=[KEEP])
     corrected, bare = agree(spec), answer(spec.replace(corrections=()))
     assert not torch.equal(corrected.grad_T, bare.grad_T)
 
 
-@pytest.mark.parametrize("rejected", ["original", "kept"])
+@pytest.mark.parametrize("count_rejected", [True, False])
 @pytest.mark.parametrize("name", GATES)
-def test_every_gate(name: str, rejected: str) -> None:
-    if name == "soft" and rejected == "kept":
+def test_every_gate(name: str, count_rejected: bool) -> None:
+    if name == "soft" and not count_rejected:
         with pytest.raises(pg.DataError, match="a factor rejects nothing"):
-            answer(pg.LossSpec(components=[rl(rejected="kept")], gates=[GATES["soft"]]))
+            answer(pg.LossSpec(components=[rl(count_rejected=False)], gates=[GATES["soft"]]))
         return
-    part = rl(surrogate=pg.spec.Unclipped(), rejected=rejected)
+    part = rl(surrogate=pg.spec.Unclipped(), count_rejected=count_rejected)
     spec = pg.LossSpec(components=[part, pg.Entropy(coef=0.01)], gates=[GATES[name]], masks=[KEEP])
     gated, bare = agree(spec), answer(spec.replace(gates=()))
     assert not torch.equal(gated.grad_T, bare.grad_T)
@@ -136,10 +136,10 @@ def test_rules_together() -> None:
         components=[
             rl(
                 "mean(prompt) > mean(episode) > sum(sequence)/sqrt > mean(turn) > mean(token)",
-                surrogate=pg.Clip(low=0.2, high=0.28, dual=1.4), ratio="turn_token", rejected="kept", units="all",
+                surrogate=pg.Clip(low=0.2, high=0.28, dual=1.4), ratio="turn_token", count_rejected=False, units="all",
                 divide_by="weights",
             ),
-            pg.KL(coef=0.1, gradient="weighted", rejected="kept", normalizer="mean(episode) > mean(token)"),
+            pg.KL(coef=0.1, gradient="weighted", count_rejected=False, normalizer="mean(episode) > mean(token)"),
             pg.CrossEntropy(coef=0.3, count="observations", normalizer="mean(sequence) > mean(token)"),
             pg.spec.Value(coef=0.2),
         ],
@@ -158,10 +158,10 @@ def test_what_is_tested_can_tell() -> None:
     rows, _ = step()
     total = sum(map(sum, (row["action"] for row in rows)))
     for name, rule in CORRECTIONS.items():
-        spec = pg.LossSpec(components=[rl(rejected="kept"), pg.KL()], corrections=[rule])
+        spec = pg.LossSpec(components=[rl(count_rejected=False), pg.KL()], corrections=[rule])
         left = answer(spec).plan.counts["rl"]["token"]
         assert 0 < left < total or (left == total and not rule.rejects), (name, left, total)
     for name, gate in GATES.items():
         if name != "soft":
-            spec = pg.LossSpec(components=[rl(surrogate=pg.spec.Unclipped(), rejected="kept")], gates=[gate])
+            spec = pg.LossSpec(components=[rl(surrogate=pg.spec.Unclipped(), count_rejected=False)], gates=[gate])
             assert 0 < answer(spec).plan.counts["rl"]["token"] < total, name

@@ -75,7 +75,7 @@ UNKNOWN = [
     {"components": [CLIP | {"surrogate": {"kind": "gmpo"}, "ratio": "sequence"}]},
     {"components": [CLIP | {"surrogate": CLIP["surrogate"] | {"delta": 4.0, "dual": 3.0}}]},
     {"components": [CLIP | {"units": "some"}]},
-    {"components": [CLIP | {"rejected": "some"}]},
+    {"components": [CLIP | {"count_rejected": "some"}]},
     {"components": [CLIP | {"gates": [{"kind": "opsm"}]}]},
     {"components": [CLIP, CLIP]},
     {"components": [CLIP], "gates": [{"kind": "dice"}]},

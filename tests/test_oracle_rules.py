@@ -73,7 +73,7 @@ def test_a_correction_gives_these_weights(rule: dict[str, Any], weights: list[fl
 
 def test_rejected_tokens_may_leave_the_denominators() -> None:
     """Row 1 is rejected: 4 tokens in place of 5, and by sequence 2 rows in place of 3."""
-    veto, kept = {"kind": "veto", "low": 0.6}, {"rejected": "kept"}
+    veto, kept = {"kind": "veto", "low": 0.6}, {"count_rejected": False}
     near(weights_of(veto, **kept), [5 / 4, 5 / 4, 0, 5 / 4, 5 / 4])
     by_row = {"normalizer": "mean(sequence) > mean(token)"}
     near(weights_of(veto, **by_row), [5 / 6, 5 / 6, 0, 5 / 6, 5 / 6])
@@ -178,7 +178,10 @@ def test_covariances_inside_a_band_are_drawn_by_name_and_position() -> None:
 
 def test_gated_tokens_may_leave_the_denominators() -> None:
     gate = {"kind": "tv", "low": 0.2, "high": 0.2}
-    near(run(GATED, UNCLIPPED | {"rejected": "kept"}, gates=[gate], logp=leaf(*GATED_LOGP))["grads"][0], [0, 0, -1, 0])
+    near(
+        run(GATED, UNCLIPPED | {"count_rejected": False}, gates=[gate], logp=leaf(*GATED_LOGP))["grads"][0],
+        [0, 0, -1, 0],
+    )
 
 
 def test_old_lies_between_the_sampler_and_the_policy_by_version() -> None:

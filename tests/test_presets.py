@@ -169,7 +169,7 @@ MORE: dict[str, tuple[Any, str | pg.Ratio, str, str]] = {
 RULES: dict[str, dict[str, Any]] = {
     "gpg": {"masks": (pg.DropZeroAdvantage(),)},
     "opsm": {"gates": (pg.SequenceGate(threshold=0.1, base="rollout"),)},
-    "dppo_tv": {"gates": (pg.TVGate(low=0.2, high=0.2, base="rollout", sides="advantage", zero="kept"),)},
+    "dppo_tv": {"gates": (pg.TVGate(low=0.2, high=0.2, base="rollout", sides="advantage", zero="passes"),)},
     "dppo_kl": {"gates": (pg.KLGate(threshold=0.05, base="rollout"),)},
     "prime_dppo": {
         "gates": (pg.TVGate(low=0.2, high=0.2, zero="low"),), "masks": (pg.DropZeroAdvantage(on=("rl", "drift")),),

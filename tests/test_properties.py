@@ -30,7 +30,6 @@ from steps import ONE, Answer, solve
 from torch import Tensor
 
 import megatron_pgloss as pg
-from megatron_pgloss.spec.surrogates import TOKEN_RATIO_ONLY
 from support.cover import EXHAUSTIVE, paired
 
 KEEP = pg.UserMask(name="keep")
@@ -48,7 +47,7 @@ def whole(part: Any, **rules: Any) -> pg.LossSpec:
 
 
 BY_TOKEN: dict[str, pg.LossSpec] = {
-    **{f"surrogate {k}": whole(rl(surrogate=s)) for k, s in SURROGATES.items() if not isinstance(s, TOKEN_RATIO_ONLY)},
+    **{f"surrogate {k}": whole(rl(surrogate=s)) for k, s in SURROGATES.items() if not s.token_ratio_only},
     **{f"KL {name}": whole(form) for name, form in FORMS.items()},
     **{f"normaliser {n}": whole(rl(n)) for n in NORMALIZERS},
     **{f"gate {k}": whole(rl(surrogate=pg.spec.Unclipped()), gates=[g]) for k, g in GATES.items() if g.kind != "opsm"},
@@ -60,7 +59,7 @@ BY_TOKEN: dict[str, pg.LossSpec] = {
 """Whatever is no member may hold anything."""
 BY_UNIT: dict[str, pg.LossSpec] = {
     **{f"ratio {name}": whole(rl(ratio=ratio)) for name, ratio in RATIOS.items() if name not in ("token", "none")},
-    **{f"surrogate {k}": whole(rl(surrogate=s)) for k, s in SURROGATES.items() if isinstance(s, TOKEN_RATIO_ONLY)},
+    **{f"surrogate {k}": whole(rl(surrogate=s)) for k, s in SURROGATES.items() if s.token_ratio_only},
     **{f"gate {k}": whole(rl(surrogate=pg.spec.Unclipped()), gates=[g]) for k, g in GATES.items() if g.kind == "opsm"},
     **{
         f"correction {name}, of {of}": whole(rl(), corrections=[rule if of == "old" else rule.replace(of=of)])
@@ -177,7 +176,7 @@ PLAIN = {name: s for name, s in SURROGATES.items() if s.kind not in ("real", "di
 def test_equal_policies_have_ratio_one_and_the_plain_policy_gradient(name: str, ratio: str) -> None:
     """One advantage a row and no user weights, for a gradient through a mean shares what its unit has."""
     surrogate = PLAIN[name]
-    if isinstance(surrogate, TOKEN_RATIO_ONLY) and ratio != "token":
+    if surrogate.token_ratio_only and ratio != "token":
         return
     rows, says = step()
     same = [row | {"old": x.tolist(), "advantages": [row["advantages"][-1] or 1.0] * len(x),

@@ -100,20 +100,20 @@ def gated(
     gate: Any, logp: list[float], *, entropy: list[float] | None = None, split: pg.Split = ONE, **given: Any
 ) -> Any:
     """Plan and statistics pass over pictured rows: the plan and what is kept at the actions."""
-    part = {name: given.pop(name) for name in ("normalizer", "rejected", "units") if name in given}
+    part = {name: given.pop(name) for name in ("normalizer", "count_rejected", "units") if name in given}
     rl = pg.PolicyGradient(surrogate=pg.Clip(), **{"normalizer": "mean(token)", **part})
     spec = pg.LossSpec(components=[rl], gates=[gate], old=given.pop("old", "given"))
     rows = given.pop("rows", ("cAAAA", "cA"))
     batch = pictured(*rows, **{"old_logprobs": -1.0, "rollout_logprobs": -1.0, "sample_ids": ["a", "b"]} | given)
     plan = pg.plan([batch], spec, split=split)
-    assert plan.needs_statistics
+    assert plan.needs_statistics_pass
 
     def scored(micro: pg.MicroBatch) -> pg.TokenLogprobs:
         there = None if entropy is None else arrange(micro, stream(*entropy))
         return pg.TokenLogprobs(logprob=arrange(micro, stream(*logp)), entropy=there)
 
-    done = pg.statistics(plan, [scored(micro) for micro in plan.microbatches()])
-    assert not done.needs_statistics and pg.statistics(done, []) is done
+    done = pg.statistics_pass(plan, [scored(micro) for micro in plan.microbatches()])
+    assert not done.needs_statistics_pass and pg.statistics_pass(done, []) is done
     keep_T = done.table["gate/0/rl"][done.table["member/rl"]]
     return done, keep_T.tolist()
 
@@ -167,22 +167,22 @@ NORM = "mean(sequence) > mean(token)"
 
 
 @pytest.mark.parametrize(
-    ("rejected", "units", "expected"),
-    [("original", "counted", [1 / 8] * 4 + [1 / 2]), ("kept", "counted", [0, 0, 1 / 2, 1 / 2, 0]),
-     ("kept", "all", [0, 0, 1 / 4, 1 / 4, 0])],
+    ("count_rejected", "units", "expected"),
+    [(True, "counted", [1 / 8] * 4 + [1 / 2]), (False, "counted", [0, 0, 1 / 2, 1 / 2, 0]),
+     (False, "all", [0, 0, 1 / 4, 1 / 4, 0])],
 )  # fmt: skip
-def test_denominators_without_what_a_gate_drops(rejected: Any, units: Any, expected: list[float]) -> None:
+def test_denominators_without_what_a_gate_drops(count_rejected: bool, units: Any, expected: list[float]) -> None:
     """The band keeps ratios from .5 to 2: the third and fourth of the first row, none of the second."""
     logp = [-1 + math.log(r) for r in (3, 0.4, 1.5, 0.6, 1, 4, 1)]
     more: dict[str, Any] = {"normalizer": NORM, "units": units}
     gate = pg.RatioGate(low=0.5, high=2.0, base="old")
-    if rejected == "original":
+    if count_rejected:
         rl = pg.PolicyGradient(**more)
         spec = pg.LossSpec(components=[rl], gates=[gate])
-        assert not spec.needs_statistics
+        assert not spec.needs_statistics_pass
         plan = pg.plan([pictured("cAAAA", "cA", old_logprobs=-1.0)], spec, split=ONE)
     else:
-        plan, keep = gated(gate, logp, rejected="kept", **more)
+        plan, keep = gated(gate, logp, count_rejected=False, **more)
         assert keep == [False, False, True, True, False]
         assert plan.counts["rl"]["token"] == 2 and plan.counts["rl"]["members"] == 5
         assert "leaves its denominators" in plan.report()
@@ -199,12 +199,12 @@ def test_denominators_without_what_a_gate_drops(rejected: Any, units: Any, expec
 
 
 def test_late_rejections_leave_the_denominators_too() -> None:
-    rl = pg.PolicyGradient(surrogate=pg.Reinforce(), ratio="none", normalizer=NORM, rejected="kept")
+    rl = pg.PolicyGradient(surrogate=pg.Reinforce(), ratio="none", normalizer=NORM, count_rejected=False)
     spec = pg.LossSpec(components=[rl], old="policy", corrections=[pg.Veto(of="policy", low=0.6)])
     plan = pg.plan([pictured("cAA", "cA", "cA", rollout_logprobs=-1.0)], spec, split=ONE)
     logp = stream(-1 + math.log(2), -1 + math.log(0.5), 0, -1, 0, -1, 0)
     (micro,) = plan.microbatches()
-    done = pg.statistics(plan, [pg.TokenLogprobs(logprob=arrange(micro, logp), entropy=None)])
+    done = pg.statistics_pass(plan, [pg.TokenLogprobs(logprob=arrange(micro, logp), entropy=None)])
     near(done.table["weight/rl"][done.table["member/rl"]], [0, 0, 1 / 2, 1 / 2])
     (micro,) = done.microbatches()
     leaf = logp.clone().requires_grad_()
@@ -221,7 +221,7 @@ def test_weights_of_the_current_policy_of_mean_one(level: Any, mean: float) -> N
     plan = pg.plan([pictured("cAA", "cA", rollout_logprobs=-1.0)], spec, split=pg.Split(sequences=1))
     logp = stream(-1 + math.log(2), -1 + math.log(0.5), 0, -1 + math.log(4), 0)
     scored = [pg.TokenLogprobs(logprob=arrange(micro, logp), entropy=None) for micro in plan.microbatches()]
-    done = pg.statistics(plan, scored)
+    done = pg.statistics_pass(plan, scored)
     near(done.constants["is_mean/0/rl"], mean, 1e-13)
     leaf, total = logp.clone().requires_grad_(), torch.zeros((), dtype=torch.float64)
     for micro in done.microbatches():
@@ -286,16 +286,16 @@ def test_a_pass_that_does_not_fit_its_plan_is_refused() -> None:
     plan = pg.plan([pictured("cA", old_logprobs=-1.0)], spec, split=ONE)
     assert "a statistics pass is to come" in plan.report()
     one = torch.zeros(1, 2, dtype=torch.float64)
-    refused(pg.DataError, lambda: pg.statistics(plan, []), "another number of micro-batches")
+    refused(pg.DataError, lambda: pg.statistics_pass(plan, []), "another number of micro-batches")
     bare = pg.TokenLogprobs(logprob=one, entropy=None)
-    refused(pg.DataError, lambda: pg.statistics(plan, [bare]), "reads the entropy")
+    refused(pg.DataError, lambda: pg.statistics_pass(plan, [bare]), "reads the entropy")
     wrong = pg.TokenLogprobs(logprob=one[:, :1], entropy=one)
-    refused(pg.DataError, lambda: pg.statistics(plan, [wrong]), "wrong shape", "micro-batch 0")
+    refused(pg.DataError, lambda: pg.statistics_pass(plan, [wrong]), "wrong shape", "micro-batch 0")
     (micro,) = plan.microbatches()
     both = pg.TokenLogprobs(logprob=one, entropy=one)
     refused(pg.DataError, lambda: pg.policy_loss(both, micro), "statistics", "rl")
     # Without the pass the denominators, or the mean of the weights, would silently be others.
-    kept = pg.LossSpec(components=[pg.PolicyGradient(rejected="kept")], gates=[pg.RatioGate(base="old")])
+    kept = pg.LossSpec(components=[pg.PolicyGradient(count_rejected=False)], gates=[pg.RatioGate(base="old")])
     mean = pg.LossSpec(
         components=[pg.PolicyGradient()], corrections=[pg.TruncatedIS(of="policy", normalize=True)]
     )  # fmt: skip
@@ -304,4 +304,4 @@ def test_a_pass_that_does_not_fit_its_plan_is_refused() -> None:
         (micro,) = plan.microbatches()
         refused(pg.DataError, lambda micro=micro: pg.policy_loss(bare, micro), "statistics pass")  # type: ignore[misc]
     plain = pg.plan([pictured("cA", old_logprobs=-1.0)], pg.presets.ppo(), split=ONE)
-    assert not plain.needs_statistics and pg.statistics(plain, []) is plain
+    assert not plain.needs_statistics_pass and pg.statistics_pass(plain, []) is plain

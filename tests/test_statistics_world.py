@@ -36,9 +36,9 @@ NORM = "mean(sequence) > mean(token)"
 
 def decided(old: str = "given") -> pg.LossSpec:
     """Every kind of decision: a quantile, a second moment, a draw, the top; kept denominators and a mean weight."""
-    rl = pg.PolicyGradient(normalizer="mean(prompt) > mean(token)", rejected="kept")
+    rl = pg.PolicyGradient(normalizer="mean(prompt) > mean(token)", count_rejected=False)
     return pg.LossSpec(
-        components=[rl, pg.KL(coef=0.1, normalizer=NORM, rejected="kept"), pg.Entropy(coef=0.01)],
+        components=[rl, pg.KL(coef=0.1, normalizer=NORM, count_rejected=False), pg.Entropy(coef=0.01)],
         gates=[
             pg.EntropyGate(share=0.8),
             pg.SecondMomentGate(threshold=0.04, base="rollout"),
@@ -78,7 +78,7 @@ def reference(rows: list[Any], model_fn: Any) -> dict[str, Any]:
     for micro, both in zip(plan.microbatches(), scored, strict=True):
         padded = [torch.nn.functional.pad(part[1:], (0, micro.shape[1] - len(part) + 1))[None] for part in both]
         lps.append(pg.TokenLogprobs(logprob=padded[0], entropy=padded[1]))
-    done = pg.statistics(plan, lps)
+    done = pg.statistics_pass(plan, lps)
     total = sum(float(pg.policy_loss(lp, micro).loss) for lp, micro in zip(lps, done.microbatches(), strict=True))
     return {"table": named(done), "constants": done.constants, "counts": done.counts, "loss": total}
 

@@ -18,14 +18,13 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
 
 import megatron_pgloss as pg
 from megatron_pgloss import presets
 from megatron_pgloss.cli import _elsewhere, _example
 from megatron_pgloss.metrics import METRICS
-from megatron_pgloss.spec import AnyGate, division, parse
-from megatron_pgloss.spec.surrogates import AnySurrogate
+from megatron_pgloss.spec import FAMILIES, division, kinds, parse
+from megatron_pgloss.spec.divisors import DIVISORS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -141,23 +140,60 @@ def names() -> str:
     return rows("name | what it is", cells)
 
 
-def _parts(union: object) -> str:
-    """Every class of a union of parts: its ``kind`` and the whole of its docstring."""
+def _what(kind: type) -> str:
+    """The docstring of a kind, without its arguments."""
+    return " ".join((inspect.getdoc(kind) or "").split("Args (positional")[0].split()).replace("``", "`")
+
+
+def _terms(family: str) -> str:
+    """Every kind of a family of terms: its class, its ``kind``, an example as it prints itself, its docstring."""
     cells = []
-    for kind in get_args(get_args(union)[0]):
-        text = " ".join((inspect.getdoc(kind) or "").split("Args (positional")[0].split())
-        cells.append((f"`{kind.__name__}`", f"`{kind.model_fields['kind'].default}`", text.replace("``", "`")))
-    return rows("part | kind | formula and source", cells)
+    for kind in kinds(FAMILIES[family]):
+        part = kind(**kind.example)
+        text = ", ".join((part.formula(), *part.definitions()))
+        cells.append((f"`{kind.__name__}`", f"`{part.kind}`", f"`{text}`", _what(kind)))
+    return rows("part | kind | prints as | formula and source", cells)
+
+
+def components() -> str:
+    """All components."""
+    return _terms("components")
 
 
 def surrogates() -> str:
     """All surrogates."""
-    return _parts(AnySurrogate)
+    return _terms("surrogates")
 
 
 def gates() -> str:
     """All gates."""
-    return _parts(AnyGate)
+    return _terms("gates")
+
+
+def _rules(family: str) -> str:
+    """Every kind of a family of rules, with where it acts by default."""
+    cells = []
+    for kind in kinds(FAMILIES[family]):
+        rule = kind(**kind.example)
+        given = kind.example.get("on") is not None
+        scope = "as `on=` says" if given else {"rl": "`rl`"}.get(rule.scope, rule.scope)
+        cells.append((f"`{kind.__name__}`", f"`{rule.kind}`", f"`{rule.formula()}`", _what(kind), scope))
+    return rows("rule | kind | prints as | what it does | acts on", cells)
+
+
+def masks() -> str:
+    """All masks."""
+    return _rules("masks")
+
+
+def corrections() -> str:
+    """All corrections."""
+    return _rules("corrections")
+
+
+def divisors() -> str:
+    """All forms of a divisor."""
+    return rows("divisor | divides by", [form for kind in DIVISORS for form in kind.forms])
 
 
 def _build(name: str):
@@ -195,8 +231,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "normalizers": normalizers,
     "terminations": terminations,
     "advantages": advantages,
+    "components": components,
     "surrogates": surrogates,
     "gates": gates,
+    "masks": masks,
+    "corrections": corrections,
+    "divisors": divisors,
     "metrics": metrics,
     "names": names,
     "presets": preset_table,

@@ -8,7 +8,7 @@ import torch
 
 from megatron_pgloss.planning import Split, plan
 from megatron_pgloss.rollouts import TokenBatch
-from megatron_pgloss.spec import LossSpec, UserMask
+from megatron_pgloss.spec import LossSpec
 
 LENGTHS = (100, 1000)
 """Policy tokens of the two rollouts; advantages +1 and -1."""
@@ -40,8 +40,6 @@ def batch_for(spec: LossSpec) -> TokenBatch:
         observation += [False] * (1 + first) + [True] * seen + [False] * (acted - first)
     total = len(action)
     minus = torch.full((total,), -1.0)
-    masks = {mask.name for mask in spec.masks if isinstance(mask, UserMask)}
-    masks |= {part.count for part in spec.components if part.count not in ("members", "observations")}
     arguments = {"old": "old_logprobs", "rollout": "rollout_logprobs", "ref": "ref_logprobs", "returns": "returns",
                  "values": "values"}  # fmt: skip
     own = {name: torch.zeros(total) for name in spec.readers if name not in (*arguments, "advantages")}
@@ -56,7 +54,7 @@ def batch_for(spec: LossSpec) -> TokenBatch:
         episode_ids=[0, 1],
         sample_ids=["short", "long"],
         terminations=["success", "success"],
-        masks={name: torch.ones(total, dtype=torch.bool) for name in sorted(masks)},
+        masks={name: torch.ones(total, dtype=torch.bool) for name in sorted(spec.masks_read)},
         weights={name: torch.ones(total) for name in weighted},
         **{argument: minus for name, argument in arguments.items() if name in spec.readers},
         **({"streams": own} if own else {}),

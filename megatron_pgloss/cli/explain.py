@@ -130,7 +130,7 @@ def reads(spec: LossSpec) -> list[str]:
     lines += [f"versions: {', '.join(spec.version_readers)}"] if spec.version_readers else []
     lines += ["entropy of the policy, from the log-prob pass"] if spec.needs_entropy else []
     lines += ["exact KL, from the log-prob pass with ref_logits"] if spec.needs_exact_kl else []
-    lines += ["a statistics pass over the whole step, before the loss"] if spec.needs_statistics else []
+    lines += ["a statistics pass over the whole step, before the loss"] if spec.needs_statistics_pass else []
     return lines or ["the policy's log-probs alone"]
 
 
@@ -156,8 +156,8 @@ def remarks(spec: LossSpec) -> list[str]:
                 f"{part.name}: one ratio per {level} under {part.normalizer}: legal, but each {level} counts by its "
                 f"length; 'mean(sequence) > mean(token)' weighs all alike"
             )
-        if isinstance(part, PolicyGradient) and part.rejected == "original" and spec.gates:
-            notes.append(f"{part.name}: what gates drop stays in the denominator (rejected='original')")
+        if isinstance(part, PolicyGradient) and part.count_rejected and spec.gates:
+            notes.append(f"{part.name}: what gates drop stays in the denominator (count_rejected=True)")
     if spec.old in ("policy", "record"):
         notes.append("the first update on a batch has a ratio of exactly 1: bounds on it do not act")
     return notes

@@ -30,7 +30,7 @@ def score(
     return into_batches(batches, whole_pass(runtime, made, chunks, _logprobs(runtime, entropy=False))[0], into)
 
 
-def statistics(runtime: Runtime, made: Plan) -> Plan:
+def statistics_pass(runtime: Runtime, made: Plan) -> Plan:
     """``made`` with everything decided that needs the whole step, from one forward-only pass over it."""
     entropy = runtime.spec.needs_entropy
     streams = whole_pass(runtime, made, runtime.chunks, _logprobs(runtime, entropy=entropy), streams=1 + entropy)

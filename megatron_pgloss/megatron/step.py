@@ -85,8 +85,8 @@ class PolicyLossStep(Runtime):
         """Plan one optimizer step. A collective over the world.
 
         The model, its wrappers and its config are read and checked anew, since trainers fill their config late.
-        Where the spec decides something over the whole step (`LossSpec.needs_statistics`), the model is first run over
-        the micro-batches forward-only, in eval mode.
+        Where the spec decides something over the whole step (`LossSpec.needs_statistics_pass`), the model first
+        runs over the micro-batches forward-only, in eval mode.
 
         Args:
             batches: this data-parallel rank's share, the same on its tensor, context and pipeline ranks; may be ``[]``.
@@ -113,8 +113,8 @@ class PolicyLossStep(Runtime):
                 got=f"{empty} of {made.num_microbatches * made.ranks.data_size}",
                 fix="fewer micro-batches (a larger Split), more rows, or allow_empty_microbatches=True",
             )
-        if made.needs_statistics:
-            made = forward_only.statistics(self, made)
+        if made.needs_statistics_pass:
+            made = forward_only.statistics_pass(self, made)
         if self.per_token:
             self._counted = counting.total(made, self.layout, padding=self._padding_counts)
             if mtp.active(self.config):

@@ -1,6 +1,8 @@
-"""What is decided over a whole step from one forward-only pass: gates by quantile, second moment or covariance, mean
-weights, the terms of whole groups, and everything that ``rejected="kept"`` takes out of the denominators. `T` tokens of
-this rank's rows.
+"""The statistics pass: what is decided over a whole step from one forward-only pass of the model. `T` tokens of this
+rank's rows.
+
+Decided are gates by quantile, second moment or covariance, mean weights, the terms of whole groups, and everything that
+``count_rejected=False`` takes out of the denominators.
 
 A data-parallel rank holds whole rows, so the streams of its rows are those of one large micro-batch; what goes over
 all rows of the job is counted by `megatron_pgloss.planning.select`.
@@ -9,7 +11,9 @@ all rows of the job is counted by `megatron_pgloss.planning.select`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,19 +25,15 @@ from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.planning import MicroBatch, Plan
 from megatron_pgloss.planning.select import Job, draws
 from megatron_pgloss.spec import (
-    AnyGate,
     Component,
     CovarianceGate,
     EntropyGate,
     LossSpec,
     PolicyGradient,
     SecondMomentGate,
-    Staleness,
     TruncatedIS,
-    acts_on,
 )
 from megatron_pgloss.terms import UnitSums, corrections, gates
-from megatron_pgloss.terms.corrections import LEVELS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +41,9 @@ class Decided:
     """The findings of a statistics pass, per token and as numbers."""
 
     streams: dict[str, Tensor] = field(default_factory=dict)
-    """``gate/<i>/<component>``: bool [T], True is kept; and `grouped.group_streams`. Read by the loss."""
+    """``gate/<i>/<component>``: bool [T], True passes; and `grouped.group_streams`. Read by the loss."""
     rejected: dict[str, Tensor] = field(default_factory=dict)
-    """Component to bool [T]: what gates and late corrections reject, where ``rejected="kept"``."""
+    """Component to bool [T]: what gates and late corrections reject, where ``count_rejected=False``."""
     constants: dict[str, float] = field(default_factory=dict)
     """Thresholds and means, equal on every rank."""
 
@@ -59,41 +59,41 @@ def decide(plan: Plan, micro: MicroBatch, logp_T: Tensor, entropy_T: Tensor | No
     found, job = Decided(), Job(plan.ranks)
     for part in plan.spec.components:
         x = Streams(micro, part, plan.spec, logp_T, entropy_T)
-        if isinstance(part, PolicyGradient) and ("old" in part.reads or part.ratio == "none"):
+        if isinstance(part, PolicyGradient) and (part.has_ratio or part.ratio == "none"):
             x.log_ratio = ratios.log_ratio(part.axis, x)
-        if isinstance(part, PolicyGradient) and part.by_group:
+        if isinstance(part, PolicyGradient) and part.needs_statistics_pass:
             found.streams.update(group_terms(part, x, plan))
-        kept_T = _gates(part, x, plan, job, found)
-        kept_T = kept_T & _corrections(part, x, plan.spec, job, found)
-        rejecting: list[object] = [gate for gate in plan.spec.gates if part.name in gate.on]
+        passes_T = _gates(part, x, plan, job, found)
+        passes_T = passes_T & _corrections(part, x, plan.spec, job, found)
+        rejecting: list[object] = [gate for gate in plan.spec.gates if gate.acts_on(part)]
         rejecting += [rule for rule in plan.spec.corrections_on(part, late=True) if rule.rejects]
-        if part.rejected == "kept" and rejecting:
-            found.rejected[part.name] = x.members & ~kept_T
+        if not part.count_rejected and rejecting:
+            found.rejected[part.name] = x.members & ~passes_T
     return found
 
 
 def _gates(part: Component, x: Streams, plan: Plan, job: Job, found: Decided) -> Tensor:
     assert plan.spec is not None
-    kept_T = torch.ones_like(x.members)
+    passes_T = torch.ones_like(x.members)
     for i, gate in enumerate(plan.spec.gates):
-        if part.name not in gate.on:
+        if not gate.acts_on(part):
             continue
-        if gate.needs_statistics:
-            keep_T = _decided(i, gate, part, x, plan, job, found)
-        elif part.rejected == "kept":
-            keep_T = gates.keep(gate, x)
-            if keep_T.dtype != torch.bool:
+        if gate.needs_statistics_pass:
+            spared_T = DECIDE[gate.kind](gate, x, Scene(plan, job, found.constants, f"gate/{i}/{part.name}"))
+        elif not part.count_rejected:
+            spared_T = gates.passes(gate, x)
+            if spared_T.dtype != torch.bool:
                 raise DataError(
-                    f"{part.name}: rejected='kept' with a soft gate: a factor rejects nothing",
+                    f"{part.name}: count_rejected=False with a soft gate: a factor rejects nothing",
                     expected="a gate that returns bool",
-                    got=keep_T.dtype,
-                    fix="rejected='original'",
+                    got=spared_T.dtype,
+                    fix="count_rejected=True",
                 )
         else:
             continue
-        found.streams[f"gate/{i}/{part.name}"] = keep_T
-        kept_T = kept_T & keep_T
-    return kept_T
+        found.streams[f"gate/{i}/{part.name}"] = spared_T
+        passes_T = passes_T & spared_T
+    return passes_T
 
 
 def _corrections(part: Component, x: Streams, spec: LossSpec, job: Job, found: Decided) -> Tensor:
@@ -101,25 +101,25 @@ def _corrections(part: Component, x: Streams, spec: LossSpec, job: Job, found: D
 
     A mean is over the members that all corrections leave; gates shrink the numerator alone and are not asked.
     """
-    kept_T = torch.ones_like(x.members)
+    passes_T = torch.ones_like(x.members)
     units = {name: x._units(name) for name in ("sequence", "turn")}
     weighed: list[tuple[int, TruncatedIS, Tensor]] = []
     for i, rule in enumerate(spec.corrections):
-        if isinstance(rule, Staleness) or not (spec.is_late(rule) and acts_on(rule, part)):
+        if not (spec.is_late(rule) and rule.acts_on(part)):
             continue
-        log_T = (x.old if rule.of == "old" else x.logp).detach() - x.rollout
-        weight_T, keep_T = corrections.apply(rule, log_T, units, x._voters("sampled", log_T), x.bound)
-        if keep_T is not None:
-            kept_T = kept_T & keep_T
-        if isinstance(rule, TruncatedIS) and rule.normalize:
+        log_T = (x.old if rule.ratio_of == "old" else x.logp).detach() - x.rollout
+        weight_T, spared_T = corrections.apply(rule, log_T, units, x._voters("sampled", log_T), x.bound)
+        if spared_T is not None:
+            passes_T = passes_T & spared_T
+        if isinstance(rule, TruncatedIS) and rule.normalizes:
             assert weight_T is not None
             weighed.append((i, rule, weight_T))
-    trained_T = x.members & kept_T
+    trained_T = x.members & passes_T
     for i, rule, weight_T in weighed:
-        counted_T = trained_T if rule.level == "token" else _one_each(units[LEVELS[rule.level][0]], trained_T)
+        counted_T = trained_T if rule.statistic_unit is None else _one_each(units[rule.statistic_unit], trained_T)
         mean = job.mean(weight_T, counted_T)
         found.constants[f"is_mean/{i}/{part.name}"] = mean or 1.0  # nothing is trained: nothing is divided
-    return kept_T
+    return passes_T
 
 
 def _one_each(unit: UnitSums, mask_T: Tensor) -> Tensor:
@@ -132,25 +132,41 @@ def _one_each(unit: UnitSums, mask_T: Tensor) -> Tensor:
     return one_T
 
 
-def _decided(i: int, gate: AnyGate, part: Component, x: Streams, plan: Plan, job: Job, found: Decided) -> Tensor:
-    """One gate over the whole step, bool [T]."""
-    members_T, place = x.members, f"gate/{i}/{part.name}"
-    if isinstance(gate, EntropyGate):
-        number = job.count(members_T)
-        if not number:
-            return torch.ones_like(members_T)
-        # The k-th largest; equal entropies are kept together.
-        k = max(_share(gate.share, number), 1)
-        found.constants[f"{place}/entropy"] = least = job.smallest(x.entropy, members_T, number - k + 1)
-        return x.entropy.detach().double() >= least
-    if isinstance(gate, SecondMomentGate):
-        base_T = x.old if gate.base == "old" else x.rollout
-        gap_T = (x.logp - base_T).detach().double()
-        outward_T = members_T & (((x.advantage > 0) & (gap_T > 0)) | ((x.advantage < 0) & (gap_T < 0)))
-        found.constants[f"{place}/second_moment"] = least = job.cut(gap_T.square(), outward_T, gate.threshold)
-        return ~(outward_T & (gap_T.square() >= least))
-    assert isinstance(gate, CovarianceGate)
-    selected_T = _covariant(gate, x, plan, job)
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Where a gate of the statistics pass is decided."""
+
+    plan: Plan
+    job: Job
+    """Statistics over the tokens of all data-parallel ranks."""
+    constants: dict[str, float]
+    """Takes the threshold that was found, for the report."""
+    place: str
+    """Name of the gate on its component."""
+
+
+def _entropy_quantile(gate: EntropyGate, x: Streams, scene: Scene) -> Tensor:
+    number = scene.job.count(x.members)
+    if not number:
+        return torch.ones_like(x.members)
+    # The k-th largest; equal entropies pass together.
+    k = max(_share(gate.share, number), 1)
+    least = scene.job.smallest(x.entropy, x.members, number - k + 1)
+    scene.constants[f"{scene.place}/entropy"] = least
+    return x.entropy.detach().double() >= least
+
+
+def _second_moment(gate: SecondMomentGate, x: Streams, scene: Scene) -> Tensor:
+    base_T = x.old if gate.base == "old" else x.rollout
+    gap_T = (x.logp - base_T).detach().double()
+    outward_T = x.members & (((x.advantage > 0) & (gap_T > 0)) | ((x.advantage < 0) & (gap_T < 0)))
+    least = scene.job.cut(gap_T.square(), outward_T, gate.threshold)
+    scene.constants[f"{scene.place}/second_moment"] = least
+    return ~(outward_T & (gap_T.square() >= least))
+
+
+def _covariance(gate: CovarianceGate, x: Streams, scene: Scene) -> Tensor:
+    selected_T = _covariant(gate, x, scene.plan, scene.job)
     return selected_T if gate.effect == "keep" else ~selected_T
 
 
@@ -167,6 +183,14 @@ def _covariant(gate: CovarianceGate, x: Streams, plan: Plan, job: Job) -> Tensor
     if not number:
         return torch.zeros_like(members_T)
     return members_T & (covariance_T >= job.smallest(covariance_T, members_T, number - k + 1))
+
+
+DECIDE: dict[str, Callable[[Any, Streams, Scene], Tensor]] = {
+    "entropy_quantile": _entropy_quantile,
+    "second_moment": _second_moment,
+    "covariance": _covariance,
+}
+"""Kind of gate that needs the statistics pass to its function, bool [T]: which tokens pass."""
 
 
 def _share(share: float, number: int) -> int:

@@ -12,24 +12,14 @@ from torch import Tensor
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.logprobs import TokenLogprobs
 from megatron_pgloss.metrics import Metric
-from megatron_pgloss.objective import auxiliary, ratios
+from megatron_pgloss.objective import ratios
+from megatron_pgloss.objective.auxiliary import TERMS
 from megatron_pgloss.objective.late import check_decided, late
 from megatron_pgloss.objective.measure import Seen, measure
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.objective.surrogates import SURROGATES
-from megatron_pgloss.objective.users import checked
 from megatron_pgloss.planning import MicroBatch
-from megatron_pgloss.spec import (
-    KL,
-    Component,
-    CrossEntropy,
-    Entropy,
-    LossSpec,
-    PolicyGradient,
-    Term,
-    TopKDistill,
-    Value,
-)
+from megatron_pgloss.spec import Component, LossSpec, PolicyGradient
 from megatron_pgloss.terms import finite, flags, selected
 from megatron_pgloss.terms.together import NotDeferrable, Together, rounds
 
@@ -158,12 +148,12 @@ def _flat(lp: TokenLogprobs | None, value: Tensor | None, micro: MicroBatch) -> 
             )
         if stream.dtype not in (torch.float32, torch.float64):
             raise DataError(f"{what} must be float32 or float64", got=stream.dtype)
-    if lp is None and not all(isinstance(part, Value) for part in spec.components):
+    if lp is None and spec.needs_logprobs:
         raise DataError("the spec reads log-probs, but none came", fix="policy_loss(token_logprobs(...), micro)")
     for name, wanted, fix in (
         ("entropy", spec.needs_entropy, "token_logprobs(..., entropy=spec.needs_entropy)"),
         ("kl", spec.needs_exact_kl, "token_logprobs(..., ref_logits=...)"),
-        ("value", any(isinstance(part, Value) for part in spec.components), "policy_loss(..., value=V)"),
+        ("value", spec.needs_value, "policy_loss(..., value=V)"),
     ):
         if wanted and given[name] is None:
             raise DataError(f"the spec reads the {name}, but none came", fix=fix)
@@ -218,26 +208,13 @@ def _term(part: Component, x: Streams, micro: MicroBatch, spec: LossSpec) -> See
     """The component's term before gates and weights, with what decided it."""
     check_decided(part, micro)
     if isinstance(part, PolicyGradient):
-        if "old" in part.reads or part.ratio == "none":
+        if part.has_ratio or part.ratio == "none":
             x.log_ratio = None  # a ratio of the user's own reads the token's, in every round
             x.log_ratio = ratios.log_ratio(part.axis, x)
         term_N, clipped = SURROGATES[part.surrogate.kind](x, part.surrogate)
         return Seen(term_N=term_N, clipped=clipped, late=late(part, x, micro, spec))
-    if isinstance(part, Value):
-        term_N, decided_N = auxiliary.value(part, x)
-        return Seen(term_N=term_N, decided_N=decided_N, late=late(part, x, micro, spec))
-    if isinstance(part, KL):
-        term_N = auxiliary.kl(part, x)
-    elif isinstance(part, TopKDistill):
-        term_N = auxiliary.topk(part, x)
-    elif isinstance(part, Entropy):
-        term_N = -x.entropy
-    elif isinstance(part, Term):
-        term_N = checked(part.function(x), x, f"term {part.name!r}")
-    else:
-        assert isinstance(part, CrossEntropy)
-        term_N = -x.logp
-    return Seen(term_N=term_N, late=late(part, x, micro, spec))
+    term_N, decided_N = TERMS[part.kind](part, x)
+    return Seen(term_N=term_N, decided_N=decided_N, late=late(part, x, micro, spec))
 
 
 def _weighted(term_N: Tensor, x: Streams, weight_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -247,8 +224,8 @@ def _weighted(term_N: Tensor, x: Streams, weight_N: Tensor) -> tuple[Tensor, Ten
     good = flags(good_N, term_N.dtype)
     for stream_N in (x.logp, *x.computed.values()):
         _guard(stream_N, x, good, bad_N)
-    kept_N = selected(good, term_N)
-    return kept_N, (kept_N * weight_N).sum(dtype=torch.float64), x.broken | bad_N
+    whole_N = selected(good, term_N)
+    return whole_N, (whole_N * weight_N).sum(dtype=torch.float64), x.broken | bad_N
 
 
 def _guard(stream_N: Tensor, x: Streams, good: Tensor, bad_N: Tensor) -> None:
@@ -271,7 +248,7 @@ def _report(part: Component, x: Streams, term_N: Tensor, seen: Seen, micro: Micr
     gate_N = torch.where(x.members, 0, -1).to(torch.int8)
     ratio = None
     codes: list[tuple[int, Tensor]] = []
-    if isinstance(part, PolicyGradient) and "old" in part.reads:
+    if isinstance(part, PolicyGradient) and part.has_ratio:
         ratio = x.ratio.detach().reshape(micro.shape)
         codes.append((4, x.raw_log_ratio.detach().abs() > x.bound))
     if seen.clipped is not None:

@@ -13,12 +13,7 @@ from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.objective.surrogates import Clipped
 from megatron_pgloss.planning import MicroBatch
 from megatron_pgloss.spec import (
-    CISPO,
-    FIPO,
-    GMPO,
     KL,
-    TOPR,
-    Clip,
     Component,
     CrossEntropy,
     Entropy,
@@ -29,8 +24,6 @@ from megatron_pgloss.spec import (
 )
 from megatron_pgloss.terms import bounded, flags, k3, selected
 from megatron_pgloss.terms.topk import log_mass
-
-_BOUNDED = (Clip, FIPO, GMPO, CISPO, TOPR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +41,15 @@ def names(part: Component, spec: LossSpec, streams: frozenset[str], entropy: boo
     """The metrics of ``part``, in order: a function of the spec and of what the step carries, equal on all ranks."""
     out = ["loss", "fault", "fault_at"]
     if isinstance(part, PolicyGradient):
-        if _has_ratio(part):
+        if part.has_ratio:
             out += ["ratio", "ratio_sq", "ratio_min", "ratio_max", "bounded", "k1_old", "k3_old"]
             out += ["unit_ratio", "unit_ratio_min", "unit_ratio_max"] if part.ratio != "token" else []
-        if isinstance(part.surrogate, _BOUNDED):
+        if part.surrogate.bounds:
             out += ["clip_low", "clip_high", "clip_dual"]
         out += [f"k3_{base}" for base in ("rollout", "ref") if base in streams]
         out += ["entropy"] if entropy else []
         out += ["kept_fraction", "outside"] if spec.kept is not None else []
-    out += dict.fromkeys(f"gate_{gate.kind}" for gate in spec.gates if part.name in gate.on)
+    out += dict.fromkeys(f"gate_{gate.kind}" for gate in spec.gates if gate.acts_on(part))
     if any(rule.weighs for late in (False, True) for rule in spec.corrections_on(part, late=late)):
         out += ["is_weight", "is_truncated"]
     if any(rule.rejects for rule in spec.corrections_on(part, late=True)):
@@ -118,10 +111,6 @@ def measure(
     return {f"{part.name}/{name}": metric for name, metric in found.items()}
 
 
-def _has_ratio(part: PolicyGradient) -> bool:
-    return "old" in part.reads
-
-
 class Among:
     """Reductions over one set of tokens, bool [N]; its number is counted once."""
 
@@ -170,7 +159,10 @@ class Among:
 
 
 def _faults(bad_N: Tensor, micro: MicroBatch) -> dict[str, Metric]:
-    """How many are broken, and the place in the rank's streams of the first: those of an arrangement rise."""
+    """How many tokens are broken, and the place of the first of them in the streams of this rank.
+
+    The first one in the micro-batch is also the first in the streams: an arrangement keeps the order of tokens.
+    """
     number, never = bad_N.count_nonzero().double(), bad_N.new_full((), torch.inf, dtype=torch.float64)
     if not bad_N.numel():
         return {"fault": Metric("sum", number), "fault_at": Metric("min", never)}
@@ -181,7 +173,7 @@ def _faults(bad_N: Tensor, micro: MicroBatch) -> dict[str, Metric]:
 
 def _policy(part: PolicyGradient, x: Streams, over: Among, seen: Seen) -> dict[str, Metric]:
     found: dict[str, Metric] = {}
-    if _has_ratio(part):
+    if part.has_ratio:
         found |= _ratio(x, over)
         if part.ratio != "token":
             unit_N = x.ratio.double()

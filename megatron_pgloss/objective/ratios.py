@@ -7,10 +7,11 @@ from torch import Tensor
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.objective.users import checked
 from megatron_pgloss.spec import CustomRatio, Ratio
+from megatron_pgloss.spec.ratios import AnyRatio
 from megatron_pgloss.terms import bounded
 
 
-def log_ratio(axis: Ratio | CustomRatio | None, x: Streams) -> Tensor:
+def log_ratio(axis: AnyRatio | None, x: Streams) -> Tensor:
     """log r of every position, bounded, with the gradient that the axis names; see `megatron_pgloss.spec.ratios`.
 
     Args:
@@ -21,6 +22,7 @@ def log_ratio(axis: Ratio | CustomRatio | None, x: Streams) -> Tensor:
         return own_N
     if isinstance(axis, CustomRatio):
         return bounded(checked(axis.function(x), x, f"ratio {axis.to_import_path()}"), x.bound)
+    assert isinstance(axis, Ratio)
     if axis.level == "token":
         return x.token_log_ratio  # a statistic of one token: both gradients are the same
     s_N = _statistic(axis, x)

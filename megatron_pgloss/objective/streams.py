@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError
-from megatron_pgloss.objective.statistics import Over, UnitStatistics
+from megatron_pgloss.objective.unit_statistics import Over, UnitStatistics
 from megatron_pgloss.planning import MicroBatch
-from megatron_pgloss.spec import Component, Function, LossSpec, PolicyGradient, SequenceGate
-from megatron_pgloss.spec.surrogates import TOKEN_RATIO_ONLY
+from megatron_pgloss.spec import Component, LossSpec
 from megatron_pgloss.terms import bounded, finite, flags, selected
 
 __all__ = ["Over", "Streams"]
@@ -46,7 +45,7 @@ class Streams(UnitStatistics):
         kept_N, outside_N = self._given.pop("kept", None), self._given.pop("outside", None)
         usable_N = finite(logp_N)
         for name, stream in self._given.items():
-            if name in component.reads or name == getattr(component, "kind", None):
+            if name in component.reads:
                 usable_N = usable_N & finite(stream)
         member_N = micro.members(component.name).reshape(-1)
         self.broken = member_N & ~usable_N
@@ -55,7 +54,8 @@ class Streams(UnitStatistics):
         self.outside: Tensor | None = None
         """bool [N]: the component's tokens that lie outside their kept sets, where the spec has any."""
         if spec.kept is not None and component.over == "action":
-            # On its set such a token has no probability at all, which is nobody's fault where the spec drops it.
+            # A token outside its kept set has probability 0 on that set. Where the spec drops such tokens, a log-prob
+            # of minus infinity is therefore expected, and no fault of the model's.
             lost_N = logp_N == -torch.inf
             self.outside = member_N & (lost_N if outside_N is None else outside_N)
             self.broken = self.broken & ~lost_N if spec.kept.outside == "drop" else self.broken
@@ -220,11 +220,5 @@ def _flat(micro: MicroBatch, name: str) -> Tensor:
 
 def _reads_units(component: Component, spec: LossSpec) -> bool:
     """Whether a statistic over units, which runs over more than the members, may be asked for."""
-    if isinstance(component, Function) or spec.corrections_on(component, late=True):
-        return True
-    if any(component.name in gate.on and isinstance(gate, SequenceGate | Function) for gate in spec.gates):
-        return True
-    if not isinstance(component, PolicyGradient):
-        return False
-    own = isinstance(component.surrogate, (*TOKEN_RATIO_ONLY, Function))
-    return own or component.ratio not in ("token", "none")
+    parts = [*component.parts, *(gate for gate in spec.gates if gate.acts_on(component))]
+    return any(part.asks_units for part in parts) or bool(spec.corrections_on(component, late=True))

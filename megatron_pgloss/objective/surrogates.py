@@ -54,7 +54,7 @@ def clip(x: Streams, part: Clip) -> Term:
     low, high = x.number(part.low), x.number(part.high)
     cap: Any = part.dual if part.delta is None else part.delta
     if part.delta is not None and isinstance(high, Tensor):
-        cap = (1 + high).clamp(min=part.delta)  # where the clip lies above the cap, the clip decides
+        cap = (1 + high).clamp(min=part.delta)  # where a token's upper bound is above delta, that bound is its cap
     return _clip(x.log_ratio, x.advantage, low, high, cap)
 
 
@@ -80,7 +80,7 @@ def _weighed(x: Streams, weight_N: Tensor, low_N: Tensor, high_N: Tensor) -> Ter
 
 
 def _either(x: Streams, first_N: Tensor, one: float, other: float) -> Tensor:
-    # Two bare numbers would meet in float32.
+    # torch.where of two Python numbers would give float32, whatever the dtype of the streams is.
     return torch.where(first_N, x.logp.new_tensor(one), x.logp.new_tensor(other))
 
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError
-from megatron_pgloss.planning import agreement, kept, normalizers, sets
+from megatron_pgloss.planning import agreement, kept_sets, normalizers, sets
 from megatron_pgloss.planning.agreement import FIELDS, HEAD, Ranks
+from megatron_pgloss.planning.keyed import KeyedRows
 from megatron_pgloss.planning.local import SLOTS, Local
 from megatron_pgloss.spec import LossSpec, PolicyGradient
 
@@ -72,13 +73,12 @@ def unit_totals(
     if spec is None or unit is None:
         return normalizers.Totals(counts, None, None)
     parts = local.counts or []
-    width = 5 + 4 * len(spec.components)
     mine = (
         normalizers.keyed_rows(parts, local.units, unit, capacity)
         if local.batch is not None
-        else torch.zeros(capacity, width, dtype=torch.int64)
+        else KeyedRows.zeros(capacity, len(spec.components)).table
     )
-    table = ranks.gather(mine, ranks.data, ranks.data_size).reshape(-1, width)
+    table = ranks.gather(mine, ranks.data, ranks.data_size).reshape(-1, mine.shape[1])
     return normalizers.Totals(counts, table, unit)
 
 
@@ -100,7 +100,7 @@ def token_table(
         "turn": found.index["turn"],
         "action": batch.action_T,
     }
-    for name, stream_T in (batch.streams | kept.at_actions(batch) | local.constants).items():
+    for name, stream_T in (batch.streams | kept_sets.at_actions(batch) | local.constants).items():
         if name != "temperature":
             table[name] = stream_T.to(dtype) if stream_T.is_floating_point() else stream_T
     if "temperature" in batch.streams:

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError, PGLossError
-from megatron_pgloss.planning import kept
+from megatron_pgloss.planning import kept_sets
 from megatron_pgloss.planning.sets import ComponentSet, base, component_set, where
 from megatron_pgloss.planning.units import per_row
 from megatron_pgloss.rollouts import STREAMS, TokenBatch
-from megatron_pgloss.spec import CovarianceGate, DropTruncated, LossSpec, Staleness, UserMask, acts_on, reads_turns
+from megatron_pgloss.spec import LossSpec
+from megatron_pgloss.spec.levels import KEYED
 
 _ARGUMENT = {"old": "old_logprobs", "rollout": "rollout_logprobs", "ref": "ref_logprobs", "advantages": "advantages"}
 
@@ -28,14 +29,14 @@ def check(batch: TokenBatch, spec: LossSpec, *, vocab_size: int | None = None) -
     """
     _names(batch, spec)
     _present(batch, spec)
-    kept.check_present(batch, spec)
+    kept_sets.check_present(batch, spec)
     _first_tokens(batch)
     check_inputs(batch, vocab_size=vocab_size)
     # Without corrections: those read streams whose values are only judged here.
     plain = spec.replace(corrections=())
     sets = [component_set(batch, part, plain) for part in spec.components]
     for tokens in sets:
-        kept.check_inside(batch, spec, tokens.member_T)
+        kept_sets.check_inside(batch, spec, tokens.member_T)
     _finite(batch, spec, sets)
     _empty_sequences(batch, spec)
     _turns(batch, spec, sets)
@@ -51,16 +52,14 @@ def check_inputs(batch: TokenBatch, *, vocab_size: int | None = None) -> None:
     """
     _vocabulary(batch, vocab_size)
     _temperature(batch)
-    kept.check_values(batch, vocab_size)
+    kept_sets.check_values(batch, vocab_size)
 
 
 def _names(batch: TokenBatch, spec: LossSpec) -> None:
     for name in batch.weights:
         if name not in spec.names:
             raise DataError(f"weights for {name!r}, which is not a component", expected=", ".join(spec.names))
-    wanted = {mask.name for mask in spec.masks if isinstance(mask, UserMask)}
-    wanted |= {part.count for part in spec.components} - {"members", "observations"}
-    for name in sorted(wanted - set(batch.masks)):
+    for name in sorted(spec.masks_read - set(batch.masks)):
         raise DataError(
             f"the spec reads a mask {name!r} that the batch does not have",
             expected=f"masks={{{name!r}: bool tensor}}",
@@ -76,16 +75,12 @@ def _present(batch: TokenBatch, spec: LossSpec) -> None:
             if stream == "old":
                 fix += ", score them (step.score(..., into='old')), or set old='policy' in the spec"
             raise DataError(f"{stream} is absent", expected=f"{argument}, read by {', '.join(readers)}", fix=fix)
-    if any(isinstance(mask, DropTruncated) for mask in spec.masks) and batch.terminations is None:
-        raise DataError("terminations are absent", expected="terminations=, read by DropTruncated")
-    drawing = any(isinstance(gate, CovarianceGate) and gate.select == "band" for gate in spec.gates)
-    if drawing and batch.sample_ids is None:
-        raise DataError(
-            "sample_ids are absent", expected="sample_ids=, read by CovarianceGate: its draws are seeded by them"
-        )
+    for name, readers in spec.field_readers.items():
+        if name != "versions" and getattr(batch, name) is None:  # `frozen.lags` looks at versions
+            raise DataError(f"{name} are absent", expected=f"{name}=, read by {', '.join(readers)}")
     for part in spec.components:
         for unit in part.path.units:
-            if unit in ("prompt", "episode") and getattr(batch, f"{unit}_ids") is None:
+            if unit in KEYED and getattr(batch, f"{unit}_ids") is None:
                 raise DataError(
                     f"{unit}_ids are absent", expected=f"{unit}_ids=, named by {part.name}'s {part.normalizer!r}"
                 )
@@ -141,9 +136,9 @@ def _finite(batch: TokenBatch, spec: LossSpec, sets: list[ComponentSet]) -> None
         for stream in spec.streams_of(part):
             streams[stream] = batch.streams[stream]
         for rule in spec.corrections:
-            if not isinstance(rule, Staleness) and acts_on(rule, part):
+            if rule.ratio_of is not None and rule.acts_on(part):
                 streams["rollout"] = batch.streams["rollout"]
-                streams |= {"old": batch.streams["old"]} if rule.of == "old" and spec.old == "given" else {}
+                streams |= {"old": batch.streams["old"]} if rule.ratio_of == "old" and spec.old == "given" else {}
         if spec.old == "record" and part.over == "action":
             streams["old"] = batch.streams["old"]  # 0 in a row's first update
         if part.name in batch.weights:
@@ -202,7 +197,7 @@ def _turns(batch: TokenBatch, spec: LossSpec, sets: list[ComponentSet]) -> None:
         part = tokens.component
         if "turn" in part.path.units:
             lost_T, what = tokens.count_T & (batch.turn_T < 0), "normalizer names turns, but a counted token"
-        elif reads_turns(spec, part):
+        elif spec.reads_turns(part):
             lost_T, what = tokens.member_T & (batch.turn_T < 0), "ratio or gate runs over turns, but a trained token"
         else:
             continue

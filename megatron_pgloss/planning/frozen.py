@@ -26,7 +26,7 @@ class Verdict:
     """float64 [T], before normalisation; None where the rule does not weigh."""
     clipped_T: Tensor | None = None
     """bool [T]: the weight was clipped."""
-    kept_T: Tensor | None = None
+    passes_T: Tensor | None = None
     """bool [T]; None where the rule does not reject."""
 
 
@@ -47,18 +47,18 @@ def verdicts(batch: TokenBatch, spec: LossSpec, version: int | None) -> list[Ver
             continue
         units = units or unit_sums(batch)
         if isinstance(rule, Staleness):
-            kept_T = corrections.stale(rule, lags(batch, version, "Staleness"), units, batch.action_T)
-            found.append(Verdict(kept_T=kept_T))
+            recent_T = corrections.stale(rule, lags(batch, version, "Staleness"), units, batch.action_T)
+            found.append(Verdict(passes_T=recent_T))
             continue
         log_T, known_T = log_ratio(batch)
         voters_T = batch.action_T & known_T
         bound = spec.log_ratio_bound
-        weight_T, kept = corrections.apply(rule, log_T, units, voters_T, bound)
+        weight_T, passes_T = corrections.apply(rule, log_T, units, voters_T, bound)
         clipped = None
         if isinstance(rule, TruncatedIS):
             raw_T = corrections.raw_weight(rule, log_T, units, voters_T, bound)
             clipped = (raw_T > rule.high) | (raw_T < rule.low)
-        found.append(Verdict(weight_T=weight_T, clipped_T=clipped, kept_T=kept))
+        found.append(Verdict(weight_T=weight_T, clipped_T=clipped, passes_T=passes_T))
     return found
 
 

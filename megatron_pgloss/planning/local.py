@@ -18,6 +18,7 @@ from megatron_pgloss.planning.agreement import Ranks
 from megatron_pgloss.planning.frozen import Verdict, lags, verdicts
 from megatron_pgloss.planning.microbatch import Arrangement
 from megatron_pgloss.planning.split import Split, bins, round_up
+from megatron_pgloss.planning.taken import ended
 from megatron_pgloss.rollouts import Termination, TokenBatch, concatenate
 from megatron_pgloss.spec import LossSpec
 from megatron_pgloss.terms.corrections import interpolation
@@ -115,7 +116,7 @@ def count(
     batch, found = local.batch, local.units
     if batch is None or found is None:
         return local
-    present_S = (batch.lengths_S > 0) & ~faults.empty_rows(batch, spec) & ~sets.ended(batch, Termination.FAULT)
+    present_S = (batch.lengths_S > 0) & ~faults.empty_rows(batch, spec) & ~ended(batch, Termination.FAULT)
     tokens = tokens or [
         sets.component_set(batch, part, spec, local.verdicts, (rejected or {}).get(part.name))
         for part in spec.components
@@ -139,7 +140,8 @@ def head(local: Local, spec: LossSpec | None, arrangement: Arrangement, ranks: R
     longest = max(lengths, default=0)
     packed = [sum(round_up(lengths[row], arrangement.multiple) for row in part) for part in local.parts]
     return known | {
-        # Nobody to compare with where every rank has data of its own.
+        # The digest lets the ranks of one replica compare their rows. Where every rank is a replica by itself, no other
+        # rank has the same rows, and the digest is not computed.
         "batch": agreement.batch_digest(batch) if ranks.world_size > ranks.data_size else 0,
         "streams": agreement.presence(batch),
         "microbatches": len(local.parts),

@@ -2,8 +2,8 @@
 
 For a path ``u_1 > ... > u_n`` with the count set C, the weight of a token is the product over levels k of
 ``1 / d_k(parent)``, where ``parent`` is the token's unit of level k-1 (the batch for k = 1) and ``d_k`` the level's
-divisor: the number of counted units u_k in it for a mean, a constant, a power of that number, or its mean over the
-batch. A unit is counted if C holds one of its tokens, or always with ``units="all"``.
+divisor: the number of counted units u_k in it for a mean, or what a `megatron_pgloss.spec.divisors` makes of that
+number. A unit is counted if C holds one of its tokens, or always with ``units="all"``.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_pgloss.planning.keyed import KeyedRows
 from megatron_pgloss.planning.sets import ComponentSet
-from megatron_pgloss.planning.units import KEYED, Units, per_row, per_unit
-from megatron_pgloss.spec import LossSpec
-from megatron_pgloss.spec.normalizer import Level
+from megatron_pgloss.planning.units import Units, per_row, per_unit
+from megatron_pgloss.spec import LossSpec, Step
+from megatron_pgloss.spec.levels import IN_ROWS, KEYED
 from megatron_pgloss.terms import selected
-
-LOCAL = ("sequence", "turn", "token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,31 +83,24 @@ def finest(spec: LossSpec) -> str | None:
 
 
 def keyed_rows(counts: list[LocalCounts], units: Units | None, unit: str, capacity: int) -> Tensor:
-    """This rank's rows for the keyed gather.
-
-    Returns:
-        int64 [capacity, 5 + 4 * components]: a flag, the key of ``unit``, the key of its prompt, and per component
-        whether it is counted and its counted sequences, turns and tokens (a float's bits where tokens are weighted).
-    """
-    width = 5 + 4 * len(counts)
-    rows = torch.zeros(capacity, width, dtype=torch.int64)
+    """This rank's `KeyedRows` for the gather, int64 [capacity, width]."""
+    rows = KeyedRows.zeros(capacity, len(counts))
     if units is None:
-        return rows
+        return rows.table
     n = units.size[unit]
-    rows[:n, 0] = 1
-    rows[:n, 1:3] = units.key[unit]
+    rows.there[:n] = 1
+    rows.key[:n] = units.key[unit]
     prompt = units.key["prompt"] if "prompt" in units.key else torch.zeros(1, 2, dtype=torch.int64)
     owner = units.parent.get(
         (unit, "prompt"), torch.arange(n) if unit == "prompt" else torch.zeros(n, dtype=torch.int64)
     )
-    rows[:n, 3:5] = prompt[owner]
+    rows.prompt[:n] = prompt[owner]
     for c, part in enumerate(counts):
-        at = 5 + 4 * c
-        rows[:n, at] = part.alive[unit].to(torch.int64)
-        for i, level in enumerate(LOCAL):
+        rows.column(c, "counted")[:n] = part.alive[unit].to(torch.int64)
+        for level in IN_ROWS:
             value = _sums(part, units, level, unit)
-            rows[:n, at + 1 + i] = value.view(torch.int64) if value.is_floating_point() else value
-    return rows
+            rows.column(c, level)[:n] = value.view(torch.int64) if value.is_floating_point() else value
+    return rows.table
 
 
 def _sums(part: LocalCounts, units: Units, child: str, parent: str) -> Tensor:
@@ -128,7 +120,7 @@ class Totals:
     Args:
         ranks: who takes part.
         batch_totals: per component, counted sequences, turns and tokens over all ranks.
-        table: int64 [rows, width]: all ranks' `keyed_rows`, or None where no path names a keyed unit.
+        table: int64 [rows, width]: `KeyedRows` of all ranks, or None where no path names a keyed unit.
         unit: the unit of the table's rows.
     """
 
@@ -138,17 +130,16 @@ class Totals:
         self._places: dict[str, Tensor] = {}
         if table is None or unit is None:
             return
-        table = table[table[:, 0] == 1]
-        self._table = table
-        self._groups[unit] = distinct(table[:, 1:3])
-        if unit == "episode" and bool(table[:, 3:5].any()):  # keys of prompts are 0 where no prompt ids were given
-            self._groups["prompt"] = distinct(table[:, 3:5])
+        self._rows = rows = KeyedRows(table[KeyedRows(table).there == 1])
+        self._groups[unit] = distinct(rows.key)
+        if unit == "episode" and bool(rows.prompt.any()):  # keys of prompts are 0 where no prompt ids were given
+            self._groups["prompt"] = distinct(rows.prompt)
         for c, totals in enumerate(self.batch):
             for name, (names, of_row) in self._groups.items():
                 totals[name] = int(self._alive(c, names.shape[0], of_row).sum())
 
     def _alive(self, c: int, size: int, of_row: Tensor) -> Tensor:
-        flags = self._table[:, 5 + 4 * c] == 1
+        flags = self._rows.column(c, "counted") == 1
         return torch.zeros(size, dtype=torch.bool).index_fill_(0, of_row[flags], True)
 
     def children(self, c: int, part: LocalCounts, units: Units, child: str, parent: str) -> Tensor:
@@ -163,7 +154,7 @@ class Totals:
             owner[row_episode] = of_row
             total = torch.zeros(keys.shape[0], dtype=torch.int64).index_add_(0, owner, alive.to(torch.int64))
         else:
-            column = self._table[:, 5 + 4 * c + 1 + LOCAL.index(child)]
+            column = self._rows.column(c, child)
             if part.value_T.is_floating_point() and child == "token":
                 column = column.view(torch.float64)
             total = torch.zeros(keys.shape[0], dtype=column.dtype).index_add_(0, of_row, column)
@@ -202,12 +193,12 @@ def weights(c: int, part: LocalCounts, units: Units, totals: Totals) -> Tensor:
     # One number for each unit of the level above (at first one for all), spread to its tokens at the end.
     weight = torch.ones(1, dtype=torch.float64)
     parent: str | None = None
-    for level in part.tokens.component.path.levels:
-        weight = weight / _divisor(c, part, units, totals, level, parent)
-        if level.unit != "token":
-            owner = None if parent is None else units.parent[level.unit, parent]
-            weight = weight.expand(units.size[level.unit]) if owner is None else weight[owner]
-            parent = level.unit
+    for step in part.tokens.component.path.steps:
+        weight = weight / _divisor(c, part, units, totals, step, parent)
+        if step.unit != "token":
+            owner = None if parent is None else units.parent[step.unit, parent]
+            weight = weight.expand(units.size[step.unit]) if owner is None else weight[owner]
+            parent = step.unit
     if parent is not None:
         # A unit's number, or 1 for a token that belongs to none.
         index_T = units.index[parent]
@@ -215,21 +206,18 @@ def weights(c: int, part: LocalCounts, units: Units, totals: Totals) -> Tensor:
     return selected(live_T, weight * part.tokens.factor_T)
 
 
-def _divisor(c: int, part: LocalCounts, units: Units, totals: Totals, level: Level, parent: str | None) -> Tensor:
-    """The level's divisor: of each parent unit of this rank, or of the batch, float64 [units] or [1]; 1 where it would
-    be 0, where no token has a weight.
+def _divisor(c: int, part: LocalCounts, units: Units, totals: Totals, step: Step, parent: str | None) -> Tensor:
+    """The divisor of a step of the path: of each parent unit of this rank, or of the batch, float64 [units] or [1]; 1
+    where it would be 0, which is where no token has a weight.
     """
-    if level.divisor is not None:
-        number = float(level.divisor)
-    elif level.average:
-        parents = 1 if parent is None else totals.batch[c][parent]
-        number = totals.batch[c][level.unit] / parents if parents else 0.0
-    elif level.power is None:
-        number = 1.0
-    elif parent is None:
+    number = 1.0
+    if step.divisor is not None and step.divisor.reads == "count" and parent is not None:
+        per_parent = totals.children(c, part, units, step.unit, parent).to(torch.float64)
+        found: Tensor = step.divisor.of(torch.where(per_parent == 0, 1.0, per_parent))
+        return found
+    if step.divisor is not None:
+        parents = 1 if parent is None or step.divisor.reads == "nothing" else totals.batch[c][parent]
+        count = totals.batch[c][step.unit] / parents if parents else 0.0
         # Without a counted unit there is no member either; a negative power of 0 must not be taken.
-        number = (float(totals.batch[c][level.unit]) or 1.0) ** level.power
-    else:
-        per_parent = totals.children(c, part, units, level.unit, parent).to(torch.float64)
-        return torch.where(per_parent == 0, 1.0, per_parent) ** level.power
+        number = float(step.divisor.of(count or 1.0))
     return torch.full((1,), number or 1.0, dtype=torch.float64)

@@ -79,11 +79,11 @@ class Plan:
         return float(self.ranks.data_size)
 
     @property
-    def needs_statistics(self) -> bool:
+    def needs_statistics_pass(self) -> bool:
         """Whether the spec decides something over the whole step, and this plan does not know it yet: a statistics pass
         (`megatron_pgloss.statistics`) is to come.
         """
-        return self.spec is not None and self.spec.needs_statistics and not self.decided
+        return self.spec is not None and self.spec.needs_statistics_pass and not self.decided
 
     @property
     def has_signal(self) -> bool:

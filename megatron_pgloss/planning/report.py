@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_pgloss.planning.sets import reasons
-from megatron_pgloss.spec import Component, acts_on
+from megatron_pgloss.spec import LEVELS, Component
 
 if TYPE_CHECKING:
     from megatron_pgloss.planning.plan import Plan
-
-_PLURAL = {"prompt": "prompts", "episode": "episodes", "sequence": "sequences", "turn": "turns", "token": "tokens"}
 
 
 def report(plan: Plan) -> str:
@@ -34,13 +32,13 @@ def report(plan: Plan) -> str:
         return "\n".join(lines)
     lines.append(f"  old log-probs: {_OLD[plan.spec.old]}")
     if plan.spec.kept is not None:
-        lines.append(f"  {plan.spec.kept.formula}")
-    if plan.needs_statistics:
+        lines.append(f"  {plan.spec.kept.formula()}")
+    if plan.needs_statistics_pass:
         lines.append("  a statistics pass is to come: what it decides is not counted yet")
     for part in plan.spec.components:
         counts = plan.counts[part.name]
         lines.append(f"{part.name}: coefficient {plan.coef[part.name]:g}, {part.normalizer}")
-        levels = ", ".join(f"{counts[unit]:g} {_PLURAL[unit]}" for unit in _PLURAL if unit in counts)
+        levels = ", ".join(f"{counts[level.name]:g} {level.plural}" for level in LEVELS if level.name in counts)
         what = "members" if part.count == "members" else part.count
         lines.append(f"  counted ({what}, units {part.units}): {levels}")
         lines.append(f"  trains {counts['members']} of {counts['base']} tokens, {counts['live']} can move the policy")
@@ -60,19 +58,19 @@ def _corrected(plan: Plan, part: Component) -> list[str]:
     assert plan.spec is not None
     lines = []
     for i, rule in enumerate(plan.spec.corrections):
-        if acts_on(rule, part):
+        if rule.acts_on(part):
             mean = plan.constants.get(f"is_mean/{i}/{part.name}")
             lines.append(
-                f"  {'in the loss' if plan.spec.is_late(rule) else 'corrected'}: {rule.formula}"
+                f"  {'in the loss' if plan.spec.is_late(rule) else 'corrected'}: {rule.formula()}"
                 + ("" if mean is None else f" (mean {mean:.6g})")
             )
     for i, gate in enumerate(plan.spec.gates):
-        if part.name in gate.on:
+        if gate.acts_on(part):
             place = f"gate/{i}/{part.name}/"
             found = [f"{key[len(place) :]} {x:.6g}" for key, x in plan.constants.items() if key.startswith(place)]
             lines.append(f"  in the loss: gate {gate.reason}" + (f" ({', '.join(found)})" if found else ""))
     if lines:
-        stays = "stays in" if part.rejected == "original" else "leaves"
+        stays = "stays in" if part.count_rejected else "leaves"
         lines.append(f"  what is rejected {stays} its denominators")
     return lines
 

@@ -19,7 +19,7 @@ def revise(
 ) -> Plan:
     """``made`` with the findings of a statistics pass.
 
-    A collective where a component's ``rejected`` is ``kept``: its counts are then agreed anew, by the same gathers as
+    A collective where a component has ``count_rejected=False``: its counts are then agreed anew, by the same gathers as
     in `plan`.
 
     Args:

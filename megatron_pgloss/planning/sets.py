@@ -1,7 +1,7 @@
 """Which tokens each component trains on, which it counts, and with what constant factor. `T` tokens, `S` rows.
 
 Rules act in one order: authorship, infrastructure fault, the spec's masks, its plan-time corrections. Masks shrink the
-count set too, unless the component counts a set of its own; rejections do where it says ``rejected="kept"``.
+count set too, unless the component counts a set of its own; rejections do where it says ``count_rejected=False``.
 """
 
 from __future__ import annotations
@@ -14,22 +14,12 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError
-from megatron_pgloss.planning import frozen, kept
+from megatron_pgloss.planning import frozen, kept_sets
 from megatron_pgloss.planning.frozen import Verdict
+from megatron_pgloss.planning.taken import TAKEN, tokens_ended
 from megatron_pgloss.rollouts import Termination, TokenBatch
-from megatron_pgloss.spec import (
-    Component,
-    DropTruncated,
-    DropZeroAdvantage,
-    KeepPositiveAdvantage,
-    LossSpec,
-    Mask,
-    TruncatedIS,
-    acts_on,
-    moved_by_advantage,
-)
+from megatron_pgloss.spec import Component, LossSpec, Mask, TruncatedIS
 from megatron_pgloss.terms import flags
-from megatron_pgloss.terms.corrections import LEVELS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +35,7 @@ class ComponentSet:
     """bool [T]: what is trained."""
     count_T: Tensor
     """bool [T]: what the normaliser counts; holds ``member_T``, but for what a statistics pass rejected under
-    ``rejected="kept"``, whose factor is 0."""
+    ``count_rejected=False``, whose factor is 0."""
     factor_T: Tensor
     """float64 [T]: user weight times corrections before they are normalised; 1 where neither applies."""
     user_T: Tensor
@@ -71,7 +61,7 @@ def normalized(spec: LossSpec) -> tuple[int, ...]:
     """Indices of the plan-time corrections whose weights are divided by their mean over the batch."""
     return tuple(
         i for i, rule in enumerate(spec.corrections)
-        if isinstance(rule, TruncatedIS) and rule.normalize and not spec.is_late(rule)
+        if rule.normalizes and not spec.is_late(rule)
     )  # fmt: skip
 
 
@@ -83,18 +73,6 @@ def weighed(spec: LossSpec, component: Component) -> bool:
 def base(batch: TokenBatch, component: Component) -> Tensor:
     """bool [T]: the tokens the component is defined on, by authorship."""
     return batch.action_T if component.over == "action" else batch.target_T
-
-
-def ended(batch: TokenBatch, state: Termination) -> Tensor:
-    """bool [S]: rows that ended in this state."""
-    states = batch.terminations if batch.terminations is not None else (None,) * len(batch)
-    return torch.tensor([other is state for other in states], dtype=torch.bool)
-
-
-def _tokens_ended(batch: TokenBatch, state: Termination) -> Tensor:
-    if batch.terminations is None or state not in batch.terminations:
-        return torch.zeros_like(batch.action_T)
-    return torch.repeat_interleave(ended(batch, state), batch.lengths_S)
 
 
 def component_set(
@@ -109,64 +87,64 @@ def component_set(
     Args:
         verdicts: what the plan-time corrections say (`frozen.verdicts`); None: asked here.
         rejected_T: bool [T]: what a statistics pass found rejected by gates and by corrections inside the loss; matters
-            where the component says ``rejected="kept"``.
+            where the component says ``count_rejected=False``.
 
     Raises:
         DataError: a member lies outside the set the component counts.
     """
     verdicts = frozen.verdicts(batch, spec, None) if verdicts is None else verdicts
     base_T = base(batch, component)
-    fault_T = _tokens_ended(batch, Termination.FAULT)
-    kept_T = base_T & ~fault_T
-    left = [int(base_T.count_nonzero()), int(kept_T.count_nonzero())]
+    fault_T = tokens_ended(batch, Termination.FAULT)
+    left_T = base_T & ~fault_T
+    numbers = [int(base_T.count_nonzero()), int(left_T.count_nonzero())]
     for mask in spec.masks:
-        if acts_on(mask, component):
-            kept_T = kept_T & ~_taken(batch, mask)
-        left.append(int(kept_T.count_nonzero()))
+        if mask.acts_on(component):
+            left_T = left_T & ~_taken(batch, mask)
+        numbers.append(int(left_T.count_nonzero()))
     if spec.kept is not None and spec.kept.outside == "drop":
-        gone_T = kept.leaving(batch, spec, component)
-        kept_T = kept_T if gone_T is None else kept_T & ~gone_T
-        left.append(int(kept_T.count_nonzero()))
-    before_T, count_T = kept_T, _counted(batch, component, kept_T, fault_T)
+        gone_T = kept_sets.leaving(batch, spec, component)
+        left_T = left_T if gone_T is None else left_T & ~gone_T
+        numbers.append(int(left_T.count_nonzero()))
+    before_T, count_T = left_T, _counted(batch, component, left_T, fault_T)
     weight_T, clipped_T = torch.ones_like(before_T, dtype=torch.float64), torch.zeros_like(before_T)
     weighs = False
     for rule, verdict in zip(spec.corrections, verdicts, strict=True):
         if verdict is None:
             continue
-        acting = acts_on(rule, component)
-        if verdict.kept_T is not None:
-            kept_T = kept_T & verdict.kept_T if acting else kept_T
-            left.append(int(kept_T.count_nonzero()))
+        acting = rule.acts_on(component)
+        if verdict.passes_T is not None:
+            left_T = left_T & verdict.passes_T if acting else left_T
+            numbers.append(int(left_T.count_nonzero()))
         if acting and verdict.weight_T is not None:
             weight_T, weighs = weight_T * verdict.weight_T, True
         if acting and verdict.clipped_T is not None:
             clipped_T = clipped_T | verdict.clipped_T
     given_T = batch.weights.get(component.name)
     user_T = flags(count_T, torch.float64) if given_T is None else torch.where(count_T, given_T.double(), 0)
-    factor_T = flags(kept_T, torch.float64) if given_T is None else torch.where(kept_T, user_T, 0)
+    factor_T = flags(left_T, torch.float64) if given_T is None else torch.where(left_T, user_T, 0)
     if weighs:
-        factor_T = factor_T * torch.where(kept_T, weight_T, 1)
-    if component.rejected == "kept":
-        count_T = count_T & ~(before_T & ~kept_T)
+        factor_T = factor_T * torch.where(left_T, weight_T, 1)
+    if not component.count_rejected:
+        count_T = count_T & ~(before_T & ~left_T)
         if rejected_T is not None:
             count_T = count_T & ~rejected_T
             factor_T = torch.where(rejected_T, 0, factor_T)
         user_T = torch.where(count_T, user_T, 0)
     return ComponentSet(
-        component=component, base_T=base_T, before_T=before_T, member_T=kept_T, count_T=count_T, factor_T=factor_T,
+        component=component, base_T=base_T, before_T=before_T, member_T=left_T, count_T=count_T, factor_T=factor_T,
         user_T=user_T, is_weight_T=weight_T, clipped_T=clipped_T & before_T,
-        means=tuple(_mean(batch, component, spec, verdicts, i, kept_T) for i in normalized(spec)),
-        dropped=tuple(before - after for before, after in pairwise(left)),
+        means=tuple(_mean(batch, component, spec, verdicts, i, left_T) for i in normalized(spec)),
+        dropped=tuple(before - after for before, after in pairwise(numbers)),
     )  # fmt: skip
 
 
-def _counted(batch: TokenBatch, component: Component, kept_T: Tensor, fault_T: Tensor) -> Tensor:
+def _counted(batch: TokenBatch, component: Component, left_T: Tensor, fault_T: Tensor) -> Tensor:
     """bool [T]: the count set before rejection."""
     if component.count == "members":
-        return kept_T
+        return left_T
     named_T = batch.observation_T if component.count == "observations" else batch.masks[component.count]
     count_T = named_T & ~fault_T
-    outside_T = kept_T & ~count_T
+    outside_T = left_T & ~count_T
     if bool(outside_T.any()):
         position = int(outside_T.to(torch.int8).argmax())
         raise DataError(
@@ -180,17 +158,17 @@ def _counted(batch: TokenBatch, component: Component, kept_T: Tensor, fault_T: T
 
 
 def _mean(
-    batch: TokenBatch, component: Component, spec: LossSpec, verdicts: Sequence[Verdict | None], i: int, kept_T: Tensor
+    batch: TokenBatch, component: Component, spec: LossSpec, verdicts: Sequence[Verdict | None], i: int, left_T: Tensor
 ) -> tuple[float, int]:
     """Sum and number of the weights of correction ``i`` on this rank: of trained tokens, or of units that hold one."""
     rule, verdict = spec.corrections[i], verdicts[i]
     assert isinstance(rule, TruncatedIS) and verdict is not None and verdict.weight_T is not None
-    if not acts_on(rule, component):
+    if not rule.acts_on(component):
         return 0.0, 0
-    if rule.level == "token":
-        return float(torch.where(kept_T, verdict.weight_T, 0).sum()), int(kept_T.count_nonzero())
-    unit = frozen.unit_sums(batch)[LEVELS[rule.level][0]]
-    inside_T = kept_T & (unit.unit_N >= 0)
+    if rule.statistic_unit is None:
+        return float(torch.where(left_T, verdict.weight_T, 0).sum()), int(left_T.count_nonzero())
+    unit = frozen.unit_sums(batch)[rule.statistic_unit]
+    inside_T = left_T & (unit.unit_N >= 0)
     weight_U = torch.zeros(unit.units, dtype=torch.float64)
     weight_U[unit.unit_N[inside_T]] = verdict.weight_T[inside_T]  # one number per unit
     alive_U = torch.zeros(unit.units, dtype=torch.bool).index_fill_(0, unit.unit_N[inside_T], True)
@@ -200,7 +178,7 @@ def _mean(
 def live(batch: TokenBatch, tokens: ComponentSet) -> int:
     """Members that can move the policy: factor not 0 and, where the surrogate reads it, advantage not 0."""
     alive_T = tokens.member_T & (tokens.factor_T != 0)
-    if moved_by_advantage(tokens.component):
+    if not tokens.component.moves_at_zero_advantage:
         alive_T = alive_T & (batch.streams["advantages"] != 0)
     return int(alive_T.count_nonzero())
 
@@ -213,10 +191,4 @@ def where(batch: TokenBatch, position: int, stream: str | None = None) -> str:
 
 
 def _taken(batch: TokenBatch, mask: Mask) -> Tensor:
-    if isinstance(mask, DropTruncated):
-        return _tokens_ended(batch, Termination.TRUNCATED)
-    if isinstance(mask, DropZeroAdvantage):
-        return batch.streams["advantages"] == 0
-    if isinstance(mask, KeepPositiveAdvantage):
-        return ~(batch.streams["advantages"] > 0)
-    return ~batch.masks[mask.name]
+    return TAKEN[mask.kind](batch, mask)

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.rollouts import TokenBatch
-
-KEYED = ("prompt", "episode")
-"""Units that may straddle ranks; sequences and turns never leave theirs."""
+from megatron_pgloss.spec.levels import KEYED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from megatron_pgloss.planning import frozen, sets
 from megatron_pgloss.rollouts import TokenBatch
-from megatron_pgloss.spec import DropZeroAdvantage, LossSpec, PolicyGradient
-from megatron_pgloss.spec.rules import KeepPositiveAdvantage
+from megatron_pgloss.spec import LossSpec, PolicyGradient
 
 
 def voters(batch: TokenBatch, spec: LossSpec, *, version: int | None = None) -> Tensor:
@@ -24,7 +23,7 @@ def voters(batch: TokenBatch, spec: LossSpec, *, version: int | None = None) -> 
     Returns:
         bool [S].
     """
-    masks = tuple(mask for mask in spec.masks if not isinstance(mask, DropZeroAdvantage | KeepPositiveAdvantage))
+    masks = tuple(mask for mask in spec.masks if "advantages" not in mask.reads)
     without = spec.replace(masks=masks)
     stays_T = torch.zeros_like(batch.action_T)
     verdicts = frozen.verdicts(batch, without, version)

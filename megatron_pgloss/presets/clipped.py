@@ -20,8 +20,7 @@ from megatron_pgloss.spec import (
     SequenceGate,
     Unclipped,
 )
-
-Bound = float | str
+from megatron_pgloss.spec.numbers import Bound
 
 
 def ppo(

@@ -28,8 +28,7 @@ from megatron_pgloss.spec import (
     Unclipped,
     Value,
 )
-
-Bound = float | str
+from megatron_pgloss.spec.numbers import Bound
 
 
 def reinforce(*, normalizer: str = TOKEN, coef: float = 1.0, **parts: Any) -> LossSpec:
@@ -38,7 +37,8 @@ def reinforce(*, normalizer: str = TOKEN, coef: float = 1.0, **parts: Any) -> Lo
     Args:
         normalizer: path for rl and the terms over the same tokens.
         coef: coefficient of rl.
-        parts: ``kl``, ``kl_estimator``, ``entropy`` (coefficients, 0 is off) and any field of `LossSpec`.
+        parts: ``kl``, ``kl_estimator``, ``entropy`` (coefficients, 0 is off); ``count_rejected``, whether what
+            corrections and gates reject stays counted in the denominators (verl: ``False``); any field of `LossSpec`.
     """
     return policy(Reinforce(), ratio="none", normalizer=normalizer, coef=coef, **{"old": "policy", **parts})
 
@@ -217,7 +217,14 @@ def nll(*, positive: bool = False, normalizer: str = TOKEN, coef: float = 1.0, *
     return build(rl, **(also(parts, "masks", KeepPositiveAdvantage(on=("nll",))) if positive else parts))
 
 
-def critic(*, clip: float | None = 0.2, normalizer: str = TOKEN, coef: float = 1.0, **fields: Any) -> LossSpec:
+def critic(
+    *,
+    clip: float | None = 0.2,
+    normalizer: str = TOKEN,
+    coef: float = 1.0,
+    count_rejected: bool = True,
+    **fields: Any,
+) -> LossSpec:
     """A value head's own step: the clipped value loss (PPO 1707.06347). ``policy_loss(None, micro, value=V)``."""
-    value = Value(clip=clip, coef=coef, normalizer=normalizer)
+    value = Value(clip=clip, coef=coef, normalizer=normalizer, count_rejected=count_rejected)
     return LossSpec(components=(value,), **fields)

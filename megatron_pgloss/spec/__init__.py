@@ -1,126 +1,41 @@
 """What to train: a `LossSpec` and its parts, validated and immutable."""
 
-from megatron_pgloss.spec.components import (
-    KL,
-    AnyComponent,
-    Component,
-    CrossEntropy,
-    Entropy,
-    PolicyGradient,
-    Term,
-    TopKDistill,
-    Value,
-)
-from megatron_pgloss.spec.corrections import (
-    Correction,
-    IcePop,
-    RatioMask,
-    Reject,
-    Staleness,
-    TruncatedIS,
-    Veto,
-)
+from megatron_pgloss.spec import parts
+from megatron_pgloss.spec.component import Component
+from megatron_pgloss.spec.components import AnyComponent
+from megatron_pgloss.spec.corrections import Correction
+from megatron_pgloss.spec.families import FAMILIES
 from megatron_pgloss.spec.functions import Function
-from megatron_pgloss.spec.gates import (
-    AnyGate,
-    CovarianceGate,
-    EntropyGate,
-    Gate,
-    KLGate,
-    RatioGate,
-    SecondMomentGate,
-    SequenceGate,
-    TVGate,
-)
-from megatron_pgloss.spec.kept import KeptSet
+from megatron_pgloss.spec.gates import AnyGate
+from megatron_pgloss.spec.kept_set import KeptSet
+from megatron_pgloss.spec.kinds import Kind, kinds
+from megatron_pgloss.spec.levels import LEVELS, UNITS, Level
 from megatron_pgloss.spec.loss_spec import LossSpec
-from megatron_pgloss.spec.normalizer import ALIASES, UNITS, Level, Path, Unit, parse
-from megatron_pgloss.spec.ratios import CustomRatio, Ratio
-from megatron_pgloss.spec.reads import moved_by_advantage, reads_turns
-from megatron_pgloss.spec.rules import (
-    DropTruncated,
-    DropZeroAdvantage,
-    KeepPositiveAdvantage,
-    Mask,
-    RoleTable,
-    UserMask,
-    acts_on,
-)
-from megatron_pgloss.spec.surrogates import (
-    CISPO,
-    DRO,
-    FIPO,
-    GMPO,
-    NLL,
-    REAL,
-    SAPO,
-    TOPR,
-    VESPO,
-    Clip,
-    Distill,
-    Reinforce,
-    Surrogate,
-    Unclipped,
-)
+from megatron_pgloss.spec.masks import Mask
+from megatron_pgloss.spec.normalizer import ALIASES, Path, Step, parse
+from megatron_pgloss.spec.parts import *  # noqa: F403
+from megatron_pgloss.spec.roles import RoleTable
 
 __all__ = [
     "ALIASES",
-    "CISPO",
-    "DRO",
-    "FIPO",
-    "GMPO",
-    "KL",
-    "NLL",
-    "REAL",
-    "SAPO",
-    "TOPR",
+    "FAMILIES",
+    "LEVELS",
     "UNITS",
-    "VESPO",
     "AnyComponent",
     "AnyGate",
-    "Clip",
     "Component",
     "Correction",
-    "CovarianceGate",
-    "CrossEntropy",
-    "CustomRatio",
-    "Distill",
-    "DropTruncated",
-    "DropZeroAdvantage",
-    "Entropy",
-    "EntropyGate",
     "Function",
-    "Gate",
-    "IcePop",
-    "KLGate",
-    "KeepPositiveAdvantage",
     "KeptSet",
+    "Kind",
     "Level",
     "LossSpec",
     "Mask",
     "Path",
-    "PolicyGradient",
-    "Ratio",
-    "RatioGate",
-    "RatioMask",
-    "Reinforce",
-    "Reject",
     "RoleTable",
-    "SecondMomentGate",
-    "SequenceGate",
-    "Staleness",
-    "Surrogate",
-    "TVGate",
-    "Term",
-    "TopKDistill",
-    "TruncatedIS",
-    "Unclipped",
-    "Unit",
-    "UserMask",
-    "Value",
-    "Veto",
-    "acts_on",
-    "moved_by_advantage",
+    "Step",
+    "kinds",
     "parse",
-    "reads_turns",
 ]
+# Every kind of surrogate, ratio, gate, correction, mask and component.
+__all__ += [name for name in vars(parts) if not name.startswith("_")]

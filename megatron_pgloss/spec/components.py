@@ -1,115 +1,21 @@
-"""What is added up: the components of a loss, each with its own tokens, weights, normaliser and coefficient."""
+"""The components beside the policy gradient: KL, entropy, cross entropy, a teacher, values, the user's own term."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import model_validator
 
 from megatron_pgloss.errors import SpecError
-from megatron_pgloss.spec.base import Part
+from megatron_pgloss.spec.component import Component, Name
 from megatron_pgloss.spec.functions import Function, StreamName
-from megatron_pgloss.spec.normalizer import Path, parse
-from megatron_pgloss.spec.ratios import SHORT, CustomRatio, Ratio, canonical
-from megatron_pgloss.spec.surrogates import REAL, TOKEN_RATIO_ONLY, AnySurrogate, Clip
+from megatron_pgloss.spec.kinds import one_of
+from megatron_pgloss.spec.letters import letter
+from megatron_pgloss.spec.numbers import Positive
+from megatron_pgloss.spec.policy_gradient import PolicyGradient
 
-_WHOLE = ("mean", "sum")
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$", max_length=32)]
-
-
-class Component(Part):
-    """What all components share; a field's meaning is the same everywhere."""
-
-    name: Name
-    """Its name in metrics, weights, reports and ``coef=`` overrides."""
-    coef: Number = 1.0
-    """Coefficient lambda, applied outside the normaliser."""
-    normalizer: str = "mean(token)"
-    """Normaliser path, see `megatron_pgloss.spec.normalizer`."""
-    count: str = "members"
-    """The set whose tokens the normaliser counts: ``members``, ``observations``, or a mask's name."""
-    units: Literal["counted", "all"] = "counted"
-    """Whether a unit without a counted token counts at its level."""
-    divide_by: Literal["tokens", "weights"] = "tokens"
-    """Token counts, or the sum of the component's user weights over the counted tokens."""
-    rejected: Literal["original", "kept"] = "original"
-    """Whether what a correction or gate rejected stays in the denominators; what a mask took never does."""
-
-    @field_validator("normalizer")
-    @classmethod
-    def _canonical(cls, text: str) -> str:
-        return str(parse(text))
-
-    @property
-    def path(self) -> Path:
-        """The parsed normaliser."""
-        return parse(self.normalizer)
-
-    @property
-    def over(self) -> Literal["action", "observation"]:
-        """The tokens it is defined on, before rules."""
-        return "action"
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Optional inputs: ``old`` (the base of the ratio), ``rollout``, ``ref``, ``advantages``, ``entropy``,
-        ``values``, ``returns``, or a stream of the user's own.
-        """
-        return ()
-
-
-class PolicyGradient(Component):
-    """The policy-gradient term over the policy's own tokens: a surrogate of a ratio and an advantage."""
-
-    kind: Literal["policy_gradient"] = "policy_gradient"
-    name: Name = "rl"
-    surrogate: AnySurrogate = Clip()
-    ratio: str | Annotated[Ratio | CustomRatio, Field(discriminator="kind")] = "token"
-    """A short name of `megatron_pgloss.spec.ratios`, a `Ratio`, or a `CustomRatio`. ``token``: pi/old per token.
-    ``none``: exactly 1 with the gradient of log pi (on-policy)."""
-
-    @field_validator("ratio", mode="before")
-    @classmethod
-    def _short_name(cls, given: Any) -> Any:
-        return canonical(given)
-
-    @model_validator(mode="after")
-    def _one_statistic(self) -> PolicyGradient:
-        if isinstance(self.surrogate, TOKEN_RATIO_ONLY) and self.ratio != "token":
-            name = type(self.surrogate).__name__
-            raise SpecError(f"{name} forms its own statistic of token ratios", got=f"ratio={self.ratio!r}",
-                            fix="ratio='token'")  # fmt: skip
-        if self.by_group:
-            if not isinstance(self.axis, Ratio) or self.axis.level != "sequence" or self.axis.statistic not in _WHOLE:
-                raise SpecError("REAL(form='group') takes one log-ratio of each sequence", got=f"ratio={self.ratio!r}",
-                                expected="a mean or sum over the sequence", fix="ratio='sequence'")  # fmt: skip
-            if self.path.units != ("prompt", "sequence", "token") or self.path.levels[-1].operation != "mean":
-                raise SpecError("REAL(form='group') weighs all sequences of a prompt alike", got=self.normalizer,
-                                expected="prompt > sequence > mean(token)",
-                                fix="'mean(prompt) > sum(sequence) > mean(token)'")  # fmt: skip
-        return self
-
-    @property
-    def by_group(self) -> bool:
-        """Whether its surrogate reads all sequences of a prompt at once, which a statistics pass brings together."""
-        return isinstance(self.surrogate, REAL) and self.surrogate.form == "group"
-
-    @property
-    def axis(self) -> Ratio | CustomRatio | None:
-        """The ratio spelled out; None for ``none``."""
-        return SHORT[self.ratio] if isinstance(self.ratio, str) else self.ratio
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """What surrogate and ratio read."""
-        found = [name for name in self.surrogate.reads if name != "ratio"]
-        if "ratio" in self.surrogate.reads and self.ratio != "none":
-            found.insert(0, "old")
-        for part in (self.surrogate, self.ratio):
-            if isinstance(part, Function):
-                found += [{"advantage": "advantages"}.get(name, name) for name in part.needs]
-        return tuple(dict.fromkeys(found))
+__all__ = ["KL", "CrossEntropy", "Entropy", "PolicyGradient", "Term", "TopKDistill", "Value"]
 
 
 class KL(Component):
@@ -149,6 +55,22 @@ class KL(Component):
             return ("kl",)
         return tuple(dict.fromkeys((self.to, *((self.base,) if self.gradient == "weighted" else ()))))
 
+    def formula(self, base: str = "old") -> str:
+        """The estimate, and its gradient where that is another's."""
+        if self.estimator == "exact":
+            return "sum_v pi_v (log pi_v - log ref_v)"
+        value = {"k1": "d", "k2": "d^2/2", "k3": "exp(-d) + d - 1", "abs": "|d|"}[self.estimator]
+        if self.gradient == "weighted":
+            return f"r ({value})"
+        return f"{value}, gradient of d^2/2" if self.gradient == "k2" and self.estimator != "k2" else value
+
+    def definitions(self, base: str = "old") -> tuple[str, ...]:
+        """d, and r where the estimate is weighted."""
+        if self.estimator == "exact":
+            return ()
+        weight = (f"r = pi/{letter(self.base, base)}",) if self.gradient == "weighted" else ()
+        return (f"d = log pi - log {letter(self.to, base)}", *weight)
+
 
 class Entropy(Component):
     """Entropy bonus: the term is ``-H(pi)``, so that a positive coefficient raises entropy."""
@@ -161,6 +83,10 @@ class Entropy(Component):
         """The entropy."""
         return ("entropy",)
 
+    def formula(self, base: str = "old") -> str:
+        """In one line."""
+        return "-H(pi)"
+
 
 class CrossEntropy(Component):
     """Cross entropy ``-log pi`` on prediction targets: observations (ECHO 2605.24517), demonstrations."""
@@ -172,6 +98,10 @@ class CrossEntropy(Component):
     def over(self) -> Literal["action", "observation"]:
         """Observations."""
         return "observation"
+
+    def formula(self, base: str = "old") -> str:
+        """In one line."""
+        return "-log pi on observations"
 
 
 class TopKDistill(Component):
@@ -195,6 +125,9 @@ class TopKDistill(Component):
     ids: StreamName = "teacher_ids"
     logprobs: StreamName = "teacher_logprobs"
     on: Literal["action", "observation"] = "action"
+    symbols: ClassVar[Mapping[str, str]] = {
+        "K": "K", "v": "v", "in": r"\in ", "q_v": "q_v", "q_K": "q_K", "pi_K": r"\pi_{\theta,K}",
+    }  # fmt: skip
 
     @model_validator(mode="after")
     def _proper(self) -> TopKDistill:
@@ -215,6 +148,21 @@ class TopKDistill(Component):
         """The teacher's two streams, and the policy's log-probs at its ids."""
         return (self.ids, self.logprobs, "chosen")
 
+    @property
+    def chosen_ids(self) -> str:
+        """The teacher's ids."""
+        return self.ids
+
+    def formula(self, base: str = "old") -> str:
+        """In one line."""
+        p, q = ("pi_v", "q_v") if self.tail == "drop" else ("pi_v/pi_K", "q_v/q_K")
+        first, second = (q, p) if self.direction == "forward" else (p, q)
+        return f"sum_{{v in K}} {first} (log {first} - log {second})"
+
+    def definitions(self, base: str = "old") -> tuple[str, ...]:
+        """The teacher's streams."""
+        return (f"K = {self.ids}, log q_v = {self.logprobs}",)
+
 
 class Value(Component):
     """Clipped value loss ``l = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2`` (PPO 1707.06347 eq. 9;
@@ -225,16 +173,28 @@ class Value(Component):
 
     kind: Literal["value"] = "value"
     name: Name = "value"
-    clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    clip: Positive | None = None
     """Largest step of the value that is rewarded, in its own units; None: no clip."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Returns, and old values where clipped."""
-        return ("returns",) if self.clip is None else ("returns", "values")
+        """The value head's output, returns, and old values where clipped."""
+        return ("value", "returns") if self.clip is None else ("value", "returns", "values")
+
+    @property
+    def reads_logprobs(self) -> bool:
+        """It reads none."""
+        return False
+
+    def formula(self, base: str = "old") -> str:
+        """In one line."""
+        if self.clip is None:
+            return "(V - R)^2 / 2"
+        c = f"{self.clip:g}"
+        return f"max((V - R)^2, (clip(V, V_old - {c}, V_old + {c}) - R)^2) / 2"
 
 
-class Term(Component, Function):
+class Term(Function, Component):
     """A user's own term: ``fn(x) -> [T]`` of the streams of one micro-batch.
 
     Args (positional allowed):
@@ -247,6 +207,7 @@ class Term(Component, Function):
     """
 
     kind: Literal["term"] = "term"
+    example: ClassVar[Mapping[str, Any]] = {"name": "own", "fn": "torch:sigmoid"}
     on: Literal["action", "observation"] = "action"
 
     def __init__(self, name: str | None = None, fn: Any = None, /, **data: Any) -> None:
@@ -261,10 +222,14 @@ class Term(Component, Function):
     @property
     def reads(self) -> tuple[str, ...]:
         """What it says that it needs."""
-        return tuple("advantages" if name == "advantage" else name for name in self.needs)
+        return self.needed
+
+    def formula(self, base: str = "old") -> str:
+        """The function's name."""
+        return f"{self.to_import_path()} on {self.on}s"
 
 
-AnyComponent = Annotated[
-    PolicyGradient | KL | Entropy | CrossEntropy | TopKDistill | Value | Term, Field(discriminator="kind")
-]
-COMPONENT_KINDS = ["policy_gradient", "kl", "entropy", "cross_entropy", "topk_distill", "value", "term"]
+if TYPE_CHECKING:
+    AnyComponent = Component
+else:
+    AnyComponent = one_of(Component)

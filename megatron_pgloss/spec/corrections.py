@@ -3,28 +3,29 @@
 The ratio is ``r = exp(log of - log mu)``.
 
 ``of="old"`` uses frozen log-probs and acts when the step is planned; ``of="policy"`` uses sg(pi) and acts inside the
-loss. A rejection shrinks the members of a component; whether the rejected tokens stay in its denominators is the
-component's ``rejected``. Statistics of a unit run over its action tokens as sampled.
+loss. A rejection shrinks the members of a component; whether the rejected tokens stay counted in its denominators is
+the component's ``count_rejected``. Statistics of a unit run over its action tokens as sampled.
 
 With samples from mu, ``d = -log r`` gives the k-estimators of KL(mu || of): k1 = d, k2 = d^2/2, k3 = r - 1 - log r.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from megatron_pgloss.errors import SpecError
-from megatron_pgloss.spec.base import Part
+from megatron_pgloss.spec.kinds import Rule, one_of
+from megatron_pgloss.spec.numbers import Distance, Finite, Positive
 
-Scope = tuple[str, ...] | None
-Ratio = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Of = Literal["old", "policy"]
-Unit = Literal["sequence", "turn"]
+__all__ = ["IcePop", "RatioMask", "Reject", "Staleness", "TruncatedIS", "Veto"]
 
 
-class _Rule(Part):
+class CorrectionKind(Rule):
+    """The family of corrections."""
+
     @model_validator(mode="after")
     def _ordered(self) -> Any:
         low, high = getattr(self, "low", None), getattr(self, "high", None)
@@ -40,24 +41,45 @@ class _Rule(Part):
     @property
     def rejects(self) -> bool:
         """Whether it takes tokens out of the members."""
+        return not self.weighs
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether its weight is divided by its mean over the global batch."""
         return False
 
     @property
-    def reason(self) -> str:
-        """What a rejection is called in reports."""
-        raise NotImplementedError
+    def home(self) -> Literal["rl", "actions"]:
+        """``rl`` where it weighs, all components over actions where it only rejects."""
+        return "rl" if self.weighs else "actions"
 
     @property
-    def formula(self) -> str:
-        """What it does, in one line with its numbers."""
-        raise NotImplementedError
+    def ratio_of(self) -> Literal["old", "policy"] | None:
+        """Whose ratio to the sampler's it reads; None: no log-prob."""
+        return None
+
+
+class RatioCorrection(CorrectionKind):
+    """A correction by the ratio of old or of the policy to the sampler."""
+
+    of: Literal["old", "policy"] = "old"
+
+    @property
+    def ratio_of(self) -> Literal["old", "policy"]:
+        """As ``of`` says."""
+        return self.of
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The sampler's log-probs, and old where it is not the policy's own ratio."""
+        return ("old", "rollout") if self.of == "old" else ("rollout",)
 
     @property
     def _r(self) -> str:
-        return "old/mu" if getattr(self, "of", "old") == "old" else "sg(pi)/mu"
+        return "old/mu" if self.of == "old" else "sg(pi)/mu"
 
 
-class TruncatedIS(_Rule):
+class TruncatedIS(RatioCorrection):
     """Importance weight ``clip(r, low, high)``, a constant factor of the term (Ionides 2008).
 
     ``level``: the token's own ratio; the product over its sequence or turn; or the geometric mean over them. Products
@@ -65,11 +87,10 @@ class TruncatedIS(_Rule):
     """
 
     kind: Literal["truncated_is"] = "truncated_is"
-    of: Of = "old"
     level: Literal["token", "sequence", "turn", "geometric", "turn_geometric"] = "token"
-    low: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    low: Distance = 0.0
     """Weights below are raised to it; 0 is off."""
-    high: Ratio = 2.0
+    high: Positive = 2.0
     normalize: bool = False
     """Divide by the mean weight of the global batch, over the trained tokens (level token) or over the units that have
     one (other levels)."""
@@ -81,12 +102,26 @@ class TruncatedIS(_Rule):
         return True
 
     @property
+    def normalizes(self) -> bool:
+        """As ``normalize`` says."""
+        return self.normalize
+
+    @property
+    def statistic_unit(self) -> str | None:
+        """The unit of the ratio; None where it is the token's own."""
+        return {"token": None, "geometric": "sequence", "turn_geometric": "turn"}.get(self.level, self.level)
+
+    @property
+    def joined_by(self) -> Literal["sum", "mean"]:
+        """How the log-ratios of the unit are put together."""
+        return "mean" if self.level in ("geometric", "turn_geometric") else "sum"
+
+    @property
     def reason(self) -> str:
         """Its name."""
         return f"{self.level} IS"
 
-    @property
-    def formula(self) -> str:
+    def formula(self, base: str = "old") -> str:
         """In one line."""
         over = {"token": "{}", "sequence": "prod_seq {}", "turn": "prod_turn {}", "geometric": "geomean_seq {}"}
         r = over.get(self.level, "geomean_turn {}").format(self._r)
@@ -94,18 +129,15 @@ class TruncatedIS(_Rule):
         return f"times {weight}" + (", over its mean in the batch" if self.normalize else "")
 
 
-class IcePop(_Rule):
+class IcePop(RatioCorrection):
     """Tokens whose ratio lies outside ``[low, high]`` (inclusive, compared in log space) are rejected; inside, the
     term is multiplied by the ratio (IcePop, Ling team 2025). ``weight=False`` rejects alone.
     """
 
     kind: Literal["icepop"] = "icepop"
-    of: Of = "old"
-    low: Ratio = 0.5
-    high: Ratio = 5.0
+    low: Positive = 0.5
+    high: Positive = 5.0
     weight: bool = True
-    on: Scope = None
-    """None: ``rl`` alone where it weighs, as other weights; all components over action tokens where it only rejects."""
 
     @property
     def weighs(self) -> bool:
@@ -122,58 +154,55 @@ class IcePop(_Rule):
         """Its name."""
         return "icepop band"
 
-    @property
-    def formula(self) -> str:
+    def formula(self, base: str = "old") -> str:
         """In one line."""
         times = f"times {self._r}, " if self.weight else ""
         return f"{times}reject the token where {self._r} is outside [{self.low:g}, {self.high:g}]"
 
 
-class RatioMask(_Rule):
+class RatioMask(RatioCorrection):
     """Whole units whose ratio lies outside ``[low, high]`` (inclusive, log space) are rejected.
 
     The unit's ratio is the geometric mean of its tokens' ratios, or their product.
     """
 
     kind: Literal["ratio_mask"] = "ratio_mask"
-    of: Of = "old"
-    unit: Unit = "sequence"
+    unit: Literal["sequence", "turn"] = "sequence"
     mean: Literal["geometric", "product"] = "geometric"
-    low: Ratio
-    high: Ratio
-    on: Scope = None
+    low: Positive
+    high: Positive
+    example: ClassVar[Mapping[str, Any]] = {"low": 0.5, "high": 2.0}
 
     @property
-    def rejects(self) -> bool:
-        """Always."""
-        return True
+    def statistic_unit(self) -> str:
+        """The unit that stands or falls as a whole."""
+        return self.unit
 
     @property
     def reason(self) -> str:
         """Its name."""
         return f"{self.unit} {self.mean} mask"
 
-    @property
-    def formula(self) -> str:
+    def formula(self, base: str = "old") -> str:
         """In one line."""
         joined = "geomean" if self.mean == "geometric" else "prod"
         return f"reject the {self.unit} where {joined} of {self._r} is outside [{self.low:g}, {self.high:g}]"
 
 
-class Reject(_Rule):
+class Reject(RatioCorrection):
     """Units (or tokens) whose mean, largest or summed k-estimate of KL(mu || of) exceeds ``high`` are rejected.
 
     ``low``, for k1 alone: those below it are rejected too. The ratio inside k3 is bounded by ``log_ratio_bound``.
     """
 
     kind: Literal["reject"] = "reject"
-    of: Of = "old"
     estimator: Literal["k1", "k2", "k3"] = "k3"
     statistic: Literal["mean", "max", "sum"] = "mean"
     unit: Literal["token", "sequence", "turn"] = "sequence"
-    low: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    high: Annotated[float, Field(allow_inf_nan=False)]
-    on: Scope = None
+    low: Finite | None = None
+    high: Finite
+    example: ClassVar[Mapping[str, Any]] = {"high": 0.05}
+    symbols: ClassVar[Mapping[str, str]] = {"k1": "k_1", "k2": "k_2", "k3": "k_3"}
 
     @model_validator(mode="after")
     def _signed(self) -> Reject:
@@ -185,51 +214,47 @@ class Reject(_Rule):
         return self
 
     @property
-    def rejects(self) -> bool:
-        """Always."""
-        return True
+    def statistic_unit(self) -> str | None:
+        """The unit that stands or falls as a whole; None where that is the token."""
+        return None if self.unit == "token" else self.unit
 
     @property
     def reason(self) -> str:
         """Its name."""
         return f"{self.estimator} {self.statistic} over {self.unit}"
 
-    @property
-    def formula(self) -> str:
+    def formula(self, base: str = "old") -> str:
         """In one line."""
         value = f"{self.statistic} of {self.estimator}" if self.unit != "token" else self.estimator
         limits = f"> {self.high:g}" if self.low is None else f"outside [{self.low:g}, {self.high:g}]"
         return f"reject the {self.unit} where {value} (r = {self._r}) is {limits}"
 
 
-class Veto(_Rule):
+class Veto(RatioCorrection):
     """One token whose ratio lies below ``low`` (or above ``high``) rejects its whole unit."""
 
     kind: Literal["veto"] = "veto"
-    of: Of = "old"
-    unit: Unit = "sequence"
-    low: Ratio = 1e-4
-    high: Ratio | None = None
-    on: Scope = None
+    unit: Literal["sequence", "turn"] = "sequence"
+    low: Positive = 1e-4
+    high: Positive | None = None
 
     @property
-    def rejects(self) -> bool:
-        """Always."""
-        return True
+    def statistic_unit(self) -> str:
+        """The unit that stands or falls as a whole."""
+        return self.unit
 
     @property
     def reason(self) -> str:
         """Its name."""
         return f"{self.unit} veto"
 
-    @property
-    def formula(self) -> str:
+    def formula(self, base: str = "old") -> str:
         """In one line."""
         above = "" if self.high is None else f" or > {self.high:g}"
         return f"reject the {self.unit} where any {self._r} is < {self.low:g}{above}"
 
 
-class Staleness(_Rule):
+class Staleness(CorrectionKind):
     """Tokens sampled more than ``max_lag`` versions before the current one are rejected.
 
     Reads ``versions=`` of the batch and ``version=`` of `plan` or `begin`. ``level`` other than token: the oldest
@@ -239,23 +264,29 @@ class Staleness(_Rule):
     kind: Literal["staleness"] = "staleness"
     max_lag: Annotated[int, Field(ge=0)]
     level: Literal["token", "sequence", "turn"] = "token"
-    on: Scope = None
+    example: ClassVar[Mapping[str, Any]] = {"max_lag": 4}
 
     @property
-    def rejects(self) -> bool:
-        """Always."""
-        return True
+    def reads_fields(self) -> tuple[str, ...]:
+        """The version that sampled each token."""
+        return ("versions",)
+
+    @property
+    def statistic_unit(self) -> str | None:
+        """The unit whose oldest token decides; None where each token decides for itself."""
+        return None if self.level == "token" else self.level
 
     @property
     def reason(self) -> str:
         """Its name."""
         return "stale"
 
-    @property
-    def formula(self) -> str:
+    def formula(self, base: str = "old") -> str:
         """In one line."""
         return f"reject the {self.level} sampled more than {self.max_lag} versions ago"
 
 
-Correction = Annotated[TruncatedIS | IcePop | RatioMask | Reject | Veto | Staleness, Field(discriminator="kind")]
-CORRECTION_KINDS = ["truncated_is", "icepop", "ratio_mask", "reject", "veto", "staleness"]
+if TYPE_CHECKING:
+    Correction = CorrectionKind
+else:
+    Correction = one_of(CorrectionKind)

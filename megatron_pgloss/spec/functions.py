@@ -46,6 +46,16 @@ class Function(Part):
         return f"{getattr(self.fn, '__module__', type(self.fn).__module__)}:{name}"
 
     @property
+    def needed(self) -> tuple[str, ...]:
+        """``needs`` by the names that `Kind.reads` uses."""
+        return tuple("advantages" if name == "advantage" else name for name in self.needs)
+
+    @property
+    def asks_units(self) -> bool:
+        """Whatever a user's function does, it may ask for a statistic over units."""
+        return True
+
+    @property
     def function(self) -> Callable[[Any], Any]:
         """The callable itself."""
         return resolve(self.fn) if isinstance(self.fn, str) else self.fn

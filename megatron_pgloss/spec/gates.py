@@ -1,48 +1,42 @@
 """Gates: rules on the current policy, inside the loss. They take tokens out of the numerator alone.
 
 A gate names the components it acts on (``on=``). Whether what it drops stays in the denominators is the component's
-``rejected``: ``original`` by default; ``kept`` needs the statistics pass. pi, old and mu are probabilities of the
+``count_rejected``: it does by default; ``False`` needs the statistics pass. pi, old and mu are probabilities of the
 sampled token; ``base`` says which of old and mu (``rollout``) a gate compares pi with. Gates are held fixed: nothing is
-differentiated through them. A token exactly on a bound is kept.
+differentiated through them. A token exactly on a bound passes.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from megatron_pgloss.errors import SpecError
-from megatron_pgloss.spec.base import Part
 from megatron_pgloss.spec.functions import Function
+from megatron_pgloss.spec.kinds import Rule, one_of
+from megatron_pgloss.spec.letters import SHORT_UNIT, letter
+from megatron_pgloss.spec.numbers import Distance, Positive, Probability
 
-Probability = Annotated[float, Field(ge=0, le=1)]
-Distance = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+__all__ = ["CovarianceGate", "EntropyGate", "Gate", "KLGate", "RatioGate", "SecondMomentGate", "SequenceGate", "TVGate"]
+
 Base = Literal["old", "rollout"]
 
 
-class _Gate(Part):
+class GateKind(Rule):
+    """The family of gates."""
+
     on: tuple[str, ...] = ("rl",)
     """Names of the components it acts on."""
 
     @property
-    def reads(self) -> tuple[str, ...]:
-        """``old`` (the base of the ratio), ``rollout``, ``advantages``, ``entropy``."""
-        return ()
-
-    @property
-    def needs_statistics(self) -> bool:
-        """Whether it is decided over the whole step, by a statistics pass."""
-        return False
-
-    @property
     def reason(self) -> str:
         """Its name in reports."""
-        return str(getattr(self, "kind", "gate")).replace("_", " ")
+        return self.kind.replace("_", " ")
 
 
-class TVGate(_Gate):
+class TVGate(GateKind):
     """Total-variation trust region on the sampled token (DPPO-TV 2602.04879).
 
     ``sides="advantage"``: dropped where ``A > 0 and pi - base > high`` or ``A < 0 and pi - base < -low``: what would
@@ -54,9 +48,10 @@ class TVGate(_Gate):
     high: Probability | None = None
     base: Base = "rollout"
     sides: Literal["advantage", "both"] = "advantage"
-    zero: Literal["kept", "low"] = "kept"
-    """What A = 0 is tested against: nothing, or the lower bound as in verl and prime-rl. Its term is 0 either way; the
-    metric is not."""
+    zero: Literal["passes", "low"] = "passes"
+    """Whether a token of A = 0 passes untested, or is tested against the lower bound, as in verl and prime-rl. Its term
+    is 0 either way; the metric is not."""
+    example: ClassVar[Mapping[str, Any]] = {"low": 0.2, "high": 0.2}
 
     @model_validator(mode="after")
     def _some_bound(self) -> TVGate:
@@ -69,8 +64,20 @@ class TVGate(_Gate):
         """The base; advantages unless both sides are closed to all."""
         return (self.base, *(("advantages",) if self.sides == "advantage" else ()))
 
+    def formula(self, base: str = "old") -> str:
+        """In one line."""
+        b = letter(self.base, base)
+        if self.sides == "both":
+            low = "-inf" if self.low is None else f"-{self.low:g}"
+            high = "inf" if self.high is None else f"{self.high:g}"
+            return f"drop the token where pi - {b} is outside [{low}, {high}]"
+        negative = "A <= 0" if self.zero == "low" else "A < 0"
+        sides = [] if self.high is None else [f"A > 0 and pi - {b} > {self.high:g}"]
+        sides += [] if self.low is None else [f"{negative} and pi - {b} < -{self.low:g}"]
+        return "drop the token where " + ", or ".join(sides)
 
-class KLGate(_Gate):
+
+class KLGate(GateKind):
     """Binary-KL trust region on the sampled token (DPPO-KL 2602.04879): with ``D = b log(b/pi) + (1-b) log((1-b)/(1-
     pi))``, b = base, dropped where ``D > threshold`` and ``(A > 0 and pi > b) or (A < 0 and pi < b)``.
     """
@@ -78,14 +85,21 @@ class KLGate(_Gate):
     kind: Literal["binary_kl"] = "binary_kl"
     threshold: Positive = 0.05
     base: Base = "rollout"
+    symbols: ClassVar[Mapping[str, str]] = {"KL": r"\operatorname{KL}"}
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The base and the advantages."""
         return (self.base, "advantages")
 
+    def formula(self, base: str = "old") -> str:
+        """In one line."""
+        b = letter(self.base, base)
+        binary = f"KL of ({b}, 1 - {b}) to (pi, 1 - pi) > {self.threshold:g}"
+        return f"drop the token where {binary} and (A > 0 and pi > {b}, or A < 0 and pi < {b})"
 
-class RatioGate(_Gate):
+
+class RatioGate(GateKind):
     """Tokens whose ratio pi/base lies outside ``[low, high]`` are dropped; compared in log space (IcePop on the current
     policy, as prime-rl has it).
     """
@@ -106,8 +120,12 @@ class RatioGate(_Gate):
         """The base."""
         return (self.base,)
 
+    def formula(self, base: str = "old") -> str:
+        """In one line."""
+        return f"drop the token where pi/{letter(self.base, base)} is outside [{self.low:g}, {self.high:g}]"
 
-class SequenceGate(_Gate):
+
+class SequenceGate(GateKind):
     """Off-policy sequence masking (DeepSeek-V3.2 2512.02556): tokens with A < 0 are dropped where the mean of
     ``log base - log pi`` over their unit exceeds ``threshold``.
     """
@@ -116,14 +134,25 @@ class SequenceGate(_Gate):
     threshold: Distance
     base: Base = "rollout"
     unit: Literal["sequence", "turn"] = "sequence"
+    example: ClassVar[Mapping[str, Any]] = {"threshold": 0.1}
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The base and the advantages."""
         return (self.base, "advantages")
 
+    @property
+    def statistic_unit(self) -> str:
+        """The unit of its mean."""
+        return self.unit
 
-class EntropyGate(_Gate):
+    def formula(self, base: str = "old") -> str:
+        """In one line."""
+        gap = f"mean_{SHORT_UNIT[self.unit]} (log {letter(self.base, base)} - log pi)"
+        return f"drop the token where A < 0 and {gap} > {self.threshold:g}"
+
+
+class EntropyGate(GateKind):
     """Keep the ``share`` of tokens with the highest entropy (2506.01939): those at or above the quantile ``1 - share``
     of the entropies of all member tokens of the step. Needs the statistics pass.
     """
@@ -136,13 +165,17 @@ class EntropyGate(_Gate):
         """The entropy."""
         return ("entropy",)
 
+    def formula(self, base: str = "old") -> str:
+        """In one line."""
+        return f"keep the {self.share:g} of tokens with the largest H(pi) of the step"
+
     @property
-    def needs_statistics(self) -> bool:
+    def needs_statistics_pass(self) -> bool:
         """Always."""
         return True
 
 
-class SecondMomentGate(_Gate):
+class SecondMomentGate(GateKind):
     """M2PO (2510.01161): tokens are dropped, largest ``(log pi - log base)^2`` first, until the mean of it over the
     rest of the step is at most ``threshold``; only those that the loss would pull outwards (``A > 0 and pi > base``,
     ``A < 0 and pi < base``) count and can be dropped. Needs the statistics pass.
@@ -157,13 +190,18 @@ class SecondMomentGate(_Gate):
         """The base and the advantages."""
         return (self.base, "advantages")
 
+    def formula(self, base: str = "old") -> str:
+        """In one line."""
+        largest = f"largest (log pi - log {letter(self.base, base)})^2 first"
+        return f"drop outward tokens, {largest}, until its mean over the others is at most {self.threshold:g}"
+
     @property
-    def needs_statistics(self) -> bool:
+    def needs_statistics_pass(self) -> bool:
         """Always."""
         return True
 
 
-class CovarianceGate(_Gate):
+class CovarianceGate(GateKind):
     """Tokens by their covariance ``(A - mean A)(log pi - mean log pi)`` over the member tokens of the step
     (2505.22617). Needs the statistics pass.
 
@@ -187,12 +225,24 @@ class CovarianceGate(_Gate):
         return ("advantages",)
 
     @property
-    def needs_statistics(self) -> bool:
+    def reads_fields(self) -> tuple[str, ...]:
+        """The sample ids that seed its draws, where it draws."""
+        return ("sample_ids",) if self.select == "band" else ()
+
+    def formula(self, base: str = "old") -> str:
+        """In one line."""
+        of = "c = (A - mean A) (log pi - mean log pi)"
+        band = f"{of} in [{self.low:g}, {self.high:g}], drawn with seed {self.seed}"
+        share = f"{self.share:g} of the tokens, {f'largest {of}' if self.select == 'top' else band}"
+        return f"drop {share}" if self.effect == "drop" else f"keep alone {share}"
+
+    @property
+    def needs_statistics_pass(self) -> bool:
         """Always."""
         return True
 
 
-class Gate(Function, _Gate):
+class Gate(Function, GateKind):
     """A gate of the user's own: ``fn(x) -> [T]``: bool, true keeps; or float, a constant factor of the term (a soft
     gate). Held fixed either way.
 
@@ -201,6 +251,7 @@ class Gate(Function, _Gate):
     """
 
     kind: Literal["custom"] = "custom"
+    example: ClassVar[Mapping[str, Any]] = {"fn": "torch:sigmoid"}
 
     def __init__(self, fn: Any = None, /, **data: Any) -> None:
         super().__init__(**({} if fn is None else {"fn": fn}), **data)
@@ -208,18 +259,19 @@ class Gate(Function, _Gate):
     @property
     def reads(self) -> tuple[str, ...]:
         """What it says that it needs."""
-        return tuple("advantages" if name == "advantage" else name for name in self.needs)
+        return self.needed
 
     @property
     def reason(self) -> str:
         """The function's name."""
         return self.to_import_path().rpartition(":")[2]
 
+    def formula(self, base: str = "old") -> str:
+        """Its name."""
+        return f"times sg({self.to_import_path()})"
 
-AnyGate = Annotated[
-    TVGate | KLGate | RatioGate | SequenceGate | EntropyGate | SecondMomentGate | CovarianceGate | Gate,
-    Field(discriminator="kind"),
-]
-GATE_KINDS = [
-    "tv", "binary_kl", "ratio_band", "opsm", "entropy_quantile", "second_moment", "covariance", "custom",
-]  # fmt: skip
+
+if TYPE_CHECKING:
+    AnyGate = GateKind
+else:
+    AnyGate = one_of(GateKind)

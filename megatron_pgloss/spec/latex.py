@@ -1,26 +1,30 @@
-"""From the plain text of `megatron_pgloss.spec.formulas` to LaTeX: words by a table, fractions, powers and subscripts.
+"""From the plain text of a formula to LaTeX: words by a table, fractions, powers and subscripts.
 
-A word that is not in the table is set as text, so that any formula comes out readable.
+The table holds what formulas share; a kind brings the symbols that are its own. A word that is in neither is set as
+text, so that any formula comes out readable.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from megatron_pgloss.spec import formulas
+from megatron_pgloss.spec.letters import BASES
+from megatron_pgloss.spec.levels import LEVEL
 from megatron_pgloss.spec.normalizer import Path
 
 if TYPE_CHECKING:
-    from megatron_pgloss.spec.components import Component
+    from megatron_pgloss.spec.component import Component
+    from megatron_pgloss.spec.kinds import Kind
     from megatron_pgloss.spec.loss_spec import LossSpec
 
 _WORDS = {
     "pi": r"\pi_\theta", "old": r"\pi_{\mathrm{old}}", "mu": r"\mu", "ref": r"\pi_{\mathrm{ref}}",
     "pi_v": r"\pi_{\theta,v}", "ref_v": r"\pi_{\mathrm{ref},v}", "V_old": r"V_{\mathrm{old}}", "d_k": "d_k",
     "log": r"\log", "exp": r"\exp", "min": r"\min", "max": r"\max", "H": r"\mathcal{H}", "inf": r"\infty",
-    "sg": r"\operatorname{sg}", "clip": r"\operatorname{clip}", "sigmoid": r"\sigma",
-    "softplus": r"\operatorname{softplus}", "sign": r"\operatorname{sign}", "tau": r"\tau", "lam": r"\lambda",
+    "sg": r"\operatorname{sg}", "clip": r"\operatorname{clip}", "sigmoid": r"\sigma", "tau": r"\tau",
     "mean": r"\operatorname{mean}", "sum": r"\sum", "sum_v": r"\sum_v", "prod": r"\prod",
     "mean_seq": r"\operatorname{mean}_{\mathrm{seq}}", "mean_turn": r"\operatorname{mean}_{\mathrm{turn}}",
     "sum_seq": r"\sum_{\mathrm{seq}}", "sum_turn": r"\sum_{\mathrm{turn}}",
@@ -32,20 +36,23 @@ _SIGNS = {"<=": r"\le ", ">=": r"\ge ", "{": "{", "}": "}", "%": r"\%", "&": r"\
 _LETTERS = set("AVRrdkmfwctg")
 _TOKEN = re.compile(r"[A-Za-z][\w.:]*|\d+(?:\.\d+)?(?:e-?\d+)?|<=|>=|\s+|.")
 _FRACTION = re.compile(r"(\([^()]*\)|sg\(\w+\)|[\w.]+(?:\^2)?)/(\([^()]*\)|sg\(\w+\)|[\w.]+)")
-_INDEX = {"prompt": "p", "episode": "e", "sequence": "i", "turn": "j", "token": "t"}
 
 
-def translate(text: str) -> str:
-    """A formula of `formulas` in LaTeX (math mode)."""
+def translate(text: str, symbols: Mapping[str, str] = MappingProxyType({})) -> str:
+    """A formula in LaTeX (math mode).
+
+    Args:
+        symbols: LaTeX of words beside those that all formulas share.
+    """
     match = _FRACTION.search(text)
     if match and not match[2].startswith("(pi"):
         top, bottom = (part[1:-1] if part.startswith("(") else part for part in match.groups())
-        fraction = rf"\frac{{{translate(top)}}}{{{translate(bottom)}}}"
-        return translate(text[: match.start()]) + fraction + translate(text[match.end() :])
-    return _power(_words(text))
+        fraction = rf"\frac{{{translate(top, symbols)}}}{{{translate(bottom, symbols)}}}"
+        return translate(text[: match.start()], symbols) + fraction + translate(text[match.end() :], symbols)
+    return _power(_words(text, {**_WORDS, **symbols}))
 
 
-def _words(text: str) -> str:
+def _words(text: str, symbols: Mapping[str, str]) -> str:
     out: list[str] = []
     words: list[str] = []
 
@@ -57,11 +64,11 @@ def _words(text: str) -> str:
     for token in _TOKEN.findall(text):
         if token.isspace():
             continue
-        if token[0].isalpha() and token not in _WORDS and token not in _LETTERS:
+        if token[0].isalpha() and token not in symbols and token not in _LETTERS:
             words.append(token.replace("_", r"\_"))
             continue
         flush()
-        known = _WORDS.get(token, _SIGNS.get(token, token))
+        known = symbols.get(token, _SIGNS.get(token, token))
         # A command and a letter after it, or two words, must not run together.
         out.append(known + (" " if token[0].isalnum() else "") if token != "," else r",\; ")
     flush()
@@ -84,33 +91,34 @@ def _power(text: str) -> str:
 def normalizer(path: Path) -> str:
     """The sums and divisors of a path."""
     out, parent = [], None
-    for level in path.levels:
-        index, unit = _INDEX[level.unit], level.unit
+    for step in path.steps:
+        index, unit = LEVEL[step.unit].letter, step.unit
         count = rf"N_{{\mathrm{{{unit}}}}}" if parent is None else rf"n^{{\mathrm{{{unit}}}}}_{{{parent}}}"
-        if level.average:
-            divisor: str | None = rf"\overline{{n}}^{{\,\mathrm{{{unit}}}}}"
-        elif level.power is not None:
-            power = {1.0: "", 0.5: "sqrt"}.get(level.power)
-            divisor = count if power == "" else rf"\sqrt{{{count}}}" if power else rf"({count})^{{{level.power:g}}}"
-        else:
-            divisor = None if level.divisor is None else f"{level.divisor:g}"
+        over = "" if step.divisor is None else rf"\frac{{1}}{{{step.divisor.latex(count, unit)}}}"
         inside = index if parent is None else rf"{index}\in {parent}"
-        out.append((rf"\frac{{1}}{{{divisor}}}" if divisor else "") + rf"\sum_{{{inside}}}")
+        out.append(rf"{over}\sum_{{{inside}}}")
         parent = index
     return " ".join(out)
 
 
 def latex(spec: LossSpec) -> str:
     """The spec as an ``aligned`` block, a line a component and a line a rule."""
+    base = BASES[spec.old]
     lines = [r"\mathcal{L} &= " + " + ".join(rf"{part.coef:g}\,{_name(part)}" for part in spec.components)]
     for part in spec.components:
-        expression, definitions = formulas.component(part, spec.old)
-        line = rf"{_name(part)} &= {normalizer(part.path)} \Bigl[ {translate(expression)} \Bigr]"
-        lines.append(line + "".join(rf",\quad {translate(text)}" for text in definitions))
+        symbols = {word: sign for piece in part.parts for word, sign in piece.symbols.items()}
+        term = translate(part.formula(base), symbols)
+        line = rf"{_name(part)} &= {normalizer(part.path)} \Bigl[ {term} \Bigr]"
+        lines.append(line + "".join(rf",\quad {translate(text, symbols)}" for text in part.definitions(base)))
     lines += [rf"&\text{{mask: {_escaped(mask.reason)}}}" for mask in spec.masks]
-    lines += [rf"&\text{{correction:}}\ {translate(rule.formula)}" for rule in spec.corrections]
-    lines += [rf"&\text{{gate:}}\ {translate(formulas.gate(gate, spec.old))}" for gate in spec.gates]
+    for name, rules in (("correction", spec.corrections), ("gate", spec.gates)):
+        lines += [rf"&\text{{{name}:}}\ {of_rule(rule, base)}" for rule in rules]
     return "\\begin{aligned}\n" + " \\\\\n".join(lines) + "\n\\end{aligned}"
+
+
+def of_rule(rule: Kind, base: str) -> str:
+    """What a correction or gate does."""
+    return translate(rule.formula(base), rule.symbols)
 
 
 def _name(part: Component) -> str:

@@ -11,15 +11,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from megatron_pgloss.errors import SpecError
-from megatron_pgloss.spec import toml
+from megatron_pgloss.spec import consistency, reads, toml
 from megatron_pgloss.spec.base import Part, nearest
-from megatron_pgloss.spec.components import COMPONENT_KINDS, AnyComponent, Component, PolicyGradient, TopKDistill
-from megatron_pgloss.spec.corrections import CORRECTION_KINDS, Correction, Staleness
+from megatron_pgloss.spec.component import Component
+from megatron_pgloss.spec.components import AnyComponent
+from megatron_pgloss.spec.corrections import Correction
+from megatron_pgloss.spec.families import FAMILIES
 from megatron_pgloss.spec.functions import Function
-from megatron_pgloss.spec.gates import GATE_KINDS, AnyGate
-from megatron_pgloss.spec.kept import KeptSet
-from megatron_pgloss.spec.reads import BASE, by_token, readers, reads_computed, streams_of
-from megatron_pgloss.spec.rules import DropZeroAdvantage, Mask, RoleTable, acts_on
+from megatron_pgloss.spec.gates import AnyGate
+from megatron_pgloss.spec.kept_set import KeptSet
+from megatron_pgloss.spec.kinds import kinds, name_of
+from megatron_pgloss.spec.masks import Mask
+from megatron_pgloss.spec.reads import BASE
+from megatron_pgloss.spec.roles import RoleTable
 
 Old = Literal["given", "policy", "record", "rollout", "interpolate"]
 __all__ = ["BASE", "LossSpec", "Old"]
@@ -35,10 +39,15 @@ class LossSpec(Part):
     components: tuple[AnyComponent, ...]
     """At least one; names unique."""
     old: Old = "given"
-    """Where the base of the ratio comes from: the batch's old stream (``given``); the policy itself (``policy``:
-    on-policy, ratio exactly 1, one update per batch); the same in a row's first update, and its log-probs of then
-    afterwards (``record``); the sampler's stream (``rollout``: two policies); between the sampler's and the policy's by
-    version (``interpolate``, see `megatron_pgloss.terms.interpolated`)."""
+    """Where the base of the ratio comes from:
+
+    - ``given``: the batch's old stream.
+    - ``policy``: the policy itself, held fixed. The ratio is exactly 1; a batch is good for one update.
+    - ``record``: the policy itself in a row's first update; in later ones, the log-probs that the row had in its first.
+    - ``rollout``: the sampler's stream, so that there are two policies and not three.
+    - ``interpolate``: a point between the sampler's log-prob and the policy's, by how many versions ago the token was
+      sampled (`megatron_pgloss.terms.corrections.interpolation`).
+    """
     corrections: tuple[Correction, ...] = ()
     gates: tuple[AnyGate, ...] = ()
     masks: tuple[Mask, ...] = ()
@@ -65,12 +74,7 @@ class LossSpec(Part):
     @classmethod
     def _known_kinds(cls, parts: Any, info: ValidationInfo) -> Any:
         # Pydantic names the tag it could not match; the nearest one is ours to say.
-        known = {
-            "components": COMPONENT_KINDS,
-            "masks": ["drop_truncated", "drop_zero_advantage", "keep_positive_advantage", "user_mask"],
-            "corrections": CORRECTION_KINDS,
-            "gates": GATE_KINDS,
-        }[info.field_name or ""]
+        known = [name_of(kind) for kind in kinds(FAMILIES[info.field_name or ""])]
         for part in parts if isinstance(parts, list | tuple) else ():
             kind = part.get("kind") if isinstance(part, dict) else known[0]
             if kind not in known:
@@ -83,57 +87,8 @@ class LossSpec(Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> LossSpec:
-        names = self.names
-        policy = any(isinstance(part, PolicyGradient) for part in self.components)
-        for rule in (*self.masks, *self.corrections, *self.gates):
-            for name in rule.on or ():
-                # A rule that names rl by default is at home in a spec without a policy gradient, and idle there.
-                idle = isinstance(rule, DropZeroAdvantage) and rule.on == ("rl",) and not policy
-                if name not in names and not idle:
-                    raise SpecError(
-                        f"{type(rule).__name__} acts on {name!r}, which is not a component",
-                        expected=", ".join(names),
-                        fix=nearest(name, list(names)),
-                    )
-        for component in self.components:
-            if component.count == "observations" and component.over != "observation":
-                raise SpecError(f"{component.name} counts observations but runs over actions", fix='count="members"')
-        teachers = {part.ids for part in self.components if isinstance(part, TopKDistill)}
-        if len(teachers) > 1:
-            raise SpecError("the log-prob pass takes the ids of one teacher", got=", ".join(sorted(teachers)))
-        for rule in self.corrections:
-            self._check_correction(rule)
-        self._check_kept()
+        consistency.check(self)
         return self
-
-    def _check_kept(self) -> None:
-        if self.kept is None:
-            return
-        if self.needs_exact_kl:
-            raise SpecError(
-                "the exact KL on kept sets: it is infinite where the reference's set lacks a token of the policy's",
-                fix="KL(estimator='k3') of log-probs on the sets",
-            )
-        if self.chosen is not None:
-            raise SpecError("a teacher's top-k on kept sets: its tokens may lie outside of them", fix="kept=None")
-        late = self.kept.source == "recomputed" and self.kept.outside == "drop"
-        for part in self.components:
-            if late and part.rejected == "kept" and part.over == "action":
-                raise SpecError(
-                    f"{part.name}: rejected='kept', but what lies outside recomputed sets is known in the loss alone",
-                    expected="rejected='original'",
-                    fix="KeptSet(outside='refuse') or 'add', or recorded sets",
-                )
-
-    def _check_correction(self, rule: Correction) -> None:
-        of, name = getattr(rule, "of", None), type(rule).__name__
-        if of == "old" and self.old in ("policy", "record", "rollout"):
-            one = "the weight old/mu is identically 1: leave the correction out, or say of='policy'"
-            raise SpecError(
-                f"{name}(of='old') needs an old stream, but old={self.old!r}",
-                expected="old='given' or 'interpolate'",
-                fix=f"with old='rollout' {one}" if self.old == "rollout" else "of='policy': sg(pi)/mu inside the loss",
-            )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -143,75 +98,102 @@ class LossSpec(Part):
     @property
     def needs_entropy(self) -> bool:
         """Whether any component or gate reads the entropy of the policy."""
-        return reads_computed(self, "entropy")
+        return reads.reads_computed(self, "entropy")
 
     @property
     def needs_exact_kl(self) -> bool:
         """Whether any component reads the exact KL: ``token_logprobs(..., ref_logits=...)``."""
-        return reads_computed(self, "kl")
+        return reads.reads_computed(self, "kl")
+
+    @property
+    def needs_value(self) -> bool:
+        """Whether any component reads the output of a value head: ``policy_loss(..., value=V)``."""
+        return reads.reads_computed(self, "value")
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether any component reads the policy's log-probs."""
+        return any(part.reads_logprobs for part in self.components)
 
     @property
     def chosen(self) -> str | None:
         """Name of the stream of ids at which a component reads the policy's log-probs, or None:
         ``token_logprobs(..., chosen_ids=micro.wide(spec.chosen))``.
         """
-        return next((part.ids for part in self.components if isinstance(part, TopKDistill)), None)
+        return next((part.chosen_ids for part in self.components if part.chosen_ids is not None), None)
 
     @property
     def by_token(self) -> bool:
         """Whether the loss at a token depends on the model through that token's own log-prob and entropy alone."""
-        return by_token(self)
+        return reads.by_token(self)
 
     @property
-    def needs_statistics(self) -> bool:
-        """Whether something is decided over the whole step, by a statistics pass: a gate that says so, the mean of the
-        policy's own weights, a surrogate of a whole group, or what gates and late corrections leave in denominators
-        (``rejected="kept"``).
+    def needs_statistics_pass(self) -> bool:
+        """Whether something is decided over the whole step, by a statistics pass: a gate or surrogate that says so, the
+        mean of the policy's own weights, or what gates and late corrections take out of denominators
+        (``count_rejected=False``).
         """
-        if any(isinstance(part, PolicyGradient) and part.by_group for part in self.components):
-            return True
         late = [rule for rule in self.corrections if self.is_late(rule)]
-        if any(gate.needs_statistics for gate in self.gates) or any(getattr(rule, "normalize", False) for rule in late):
+        if any(part.needs_statistics_pass for part in (*self.components, *self.gates)):
+            return True
+        if any(rule.normalizes for rule in late):
             return True
         rejecting = [*self.gates, *(rule for rule in late if rule.rejects)]
-        kept = [part for part in self.components if part.rejected == "kept"]
-        return any(acts_on(rule, part) for rule in rejecting for part in kept)
+        shrinking = [part for part in self.components if not part.count_rejected]
+        return any(rule.acts_on(part) for rule in rejecting for part in shrinking)
 
     @property
     def readers(self) -> dict[str, tuple[str, ...]]:
         """Optional stream of the batch to the components and rules that read it."""
-        return readers(self)
+        return reads.stream_readers(self)
+
+    @property
+    def field_readers(self) -> dict[str, tuple[str, ...]]:
+        """Optional field of the batch beside its streams (``terminations``, ``sample_ids``, ``versions``) to those who
+        read it.
+        """
+        return reads.field_readers(self)
+
+    @property
+    def masks_read(self) -> set[str]:
+        """Names of the batch's masks that a mask rule or a normaliser reads."""
+        counted = {part.count for part in self.components} - {"members", "observations"}
+        return counted | {mask.reads_mask for mask in self.masks if mask.reads_mask is not None}
 
     def streams_of(self, component: Component) -> tuple[str, ...]:
         """The batch's streams that ``component`` and the gates on it read at its members."""
-        return streams_of(self, component)
+        return reads.streams_of(self, component)
+
+    def reads_turns(self, component: Component) -> bool:
+        """Whether a ratio, surrogate or gate of ``component`` is a statistic of turns."""
+        return reads.reads_turns(self, component)
 
     @property
     def functions(self) -> tuple[tuple[str, Function], ...]:
         """The user's own functions, with what they belong to."""
         found: list[tuple[str, Function]] = []
         for part in self.components:
-            parts = (part, getattr(part, "surrogate", None), getattr(part, "ratio", None))
-            found += [(f"{part.kind} {part.name!r}", item) for item in parts if isinstance(item, Function)]
-        found += [("gate", gate) for gate in self.gates if isinstance(gate, Function)]
+            for item in part.parts:
+                found += [(f"{part.kind} {part.name!r}", item)] if isinstance(item, Function) else []
+        for gate in self.gates:
+            found += [("gate", gate)] if isinstance(gate, Function) else []
         return tuple(found)
 
     @property
     def version_readers(self) -> tuple[str, ...]:
         """Who reads the versions of the tokens."""
-        rules = tuple("Staleness" for rule in self.corrections if isinstance(rule, Staleness))
-        return rules + (("old='interpolate'",) if self.old == "interpolate" else ())
+        return self.field_readers.get("versions", ())
 
     def corrections_on(self, component: Component, *, late: bool) -> tuple[Correction, ...]:
         """The corrections that act on ``component``: at plan time, or (``late``) inside the loss.
 
         Late are those of the policy's own log-probs, and those of an ``old`` that is made from them.
         """
-        return tuple(rule for rule in self.corrections if acts_on(rule, component) and self.is_late(rule) == late)
+        return tuple(rule for rule in self.corrections if rule.acts_on(component) and self.is_late(rule) == late)
 
     def is_late(self, rule: Correction) -> bool:
         """Whether ``rule`` reads the current policy and so acts inside the loss."""
-        return not isinstance(rule, Staleness) and (rule.of == "policy" or self.old == "interpolate")
+        return rule.ratio_of is not None and (rule.ratio_of == "policy" or self.old == "interpolate")
 
     def add(self, component: Component) -> LossSpec:
         """A new spec with one more component."""

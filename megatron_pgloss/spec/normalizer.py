@@ -2,8 +2,8 @@
 
     path    := level (">" level)*          levels strictly descending, the last one is token
     level   := "mean(" unit ")" | "sum(" unit ")" ["/" divisor]
-    unit    := prompt | episode | sequence | turn | token
-    divisor := number > 0 | "sqrt" | "pow(a)" | "avg"
+    unit    := a name of `megatron_pgloss.spec.levels`
+    divisor := a form of `megatron_pgloss.spec.divisors`
 
 Every path is a per-token weight (design: the one idea). Sources of the named ones: token mean, DAPO 2503.14476
 eq. 8; sequence mean, GRPO 2402.03300 eq. 3; constant budget, Dr. GRPO 2503.20783 section 3.2.
@@ -11,16 +11,15 @@ eq. 8; sequence mean, GRPO 2402.03300 eq. 3; constant budget, Dr. GRPO 2503.2078
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron_pgloss.errors import SpecError
+from megatron_pgloss.spec import divisors
 from megatron_pgloss.spec.base import nearest
-
-Unit = Literal["prompt", "episode", "sequence", "turn", "token"]
-UNITS: tuple[Unit, ...] = ("prompt", "episode", "sequence", "turn", "token")
+from megatron_pgloss.spec.divisors import Divisor
+from megatron_pgloss.spec.levels import UNITS
 
 ALIASES = {
     "token-mean": "mean(token)",
@@ -41,51 +40,36 @@ _REFUSED = {
 }
 _VERL = re.compile(r"(?:verl(?:(<=|>=|==)\s*([\d.]+))?:)?\s*([\w-]+)(?:\s*/\s*([^>]+))?")
 _LEVEL = re.compile(r"(mean|sum)\((\w+)\)(?:/(.+))?")
-_POW = re.compile(r"pow\(([^)]+)\)")
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """One step of a path."""
+class Step:
+    """One step of a path: the level that it averages or adds up over."""
 
     operation: Literal["mean", "sum"]
-    unit: Unit
-    divisor: float | None = None
-    """A fixed positive number, for ``sum(unit)/number``."""
-    power: float | None = None
-    """Exponent of the level's own count: 0.5 for ``sqrt``, ``a`` for ``pow(a)``, 1 for a mean."""
-    average: bool = False
-    """Divide by the count's mean over the batch (``avg``)."""
+    unit: str
+    """Name of the level."""
+    divisor: Divisor | None = None
+    """What the sum over it is divided by; None: a plain sum."""
 
     def __str__(self) -> str:
         head = f"{self.operation}({self.unit})"
-        if self.operation == "mean":
-            return head
-        if self.average:
-            return f"{head}/avg"
-        if self.power is not None:
-            return f"{head}/sqrt" if self.power == 0.5 else f"{head}/pow({_show(self.power)})"
-        return head if self.divisor is None else f"{head}/{_show(self.divisor)}"
-
-
-def _show(number: float) -> str:
-    # Exact both ways: the text of a path is what a spec stores.
-    return str(int(number)) if number == int(number) else repr(number)
+        return head if self.operation == "mean" or self.divisor is None else f"{head}/{self.divisor}"
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A parsed normaliser: levels from the outermost down to token."""
+    """A parsed normaliser: its steps, from the outermost level down to token."""
 
-    levels: tuple[Level, ...]
+    steps: tuple[Step, ...]
 
     def __str__(self) -> str:
-        return " > ".join(str(level) for level in self.levels)
+        return " > ".join(str(step) for step in self.steps)
 
     @property
-    def units(self) -> tuple[Unit, ...]:
-        """The units named, outermost first."""
-        return tuple(level.unit for level in self.levels)
+    def units(self) -> tuple[str, ...]:
+        """The levels named, outermost first."""
+        return tuple(step.unit for step in self.steps)
 
 
 def parse(text: str) -> Path:
@@ -98,8 +82,8 @@ def parse(text: str) -> Path:
     Raises:
         SpecError: unknown word, levels not strictly descending, last level not token, divisor not positive.
     """
-    levels = tuple(_level(part.strip(), text) for part in _spelled_out(text.strip()).split(">"))
-    order = [UNITS.index(level.unit) for level in levels]
+    steps = tuple(_step(part.strip(), text) for part in _spelled_out(text.strip()).split(">"))
+    order = [UNITS.index(step.unit) for step in steps]
     if order != sorted(set(order)):
         raise SpecError(
             f"normalizer {text!r}: levels must descend",
@@ -107,14 +91,14 @@ def parse(text: str) -> Path:
             got=text,
             fix="name each unit once, the largest first",
         )
-    if levels[-1].unit != "token":
+    if steps[-1].unit != "token":
         raise SpecError(
             f"normalizer {text!r} does not end with the token level",
             expected="mean(token) or sum(token) last",
-            got=str(levels[-1]),
+            got=str(steps[-1]),
             fix="add '> mean(token)'",
         )
-    return Path(levels)
+    return Path(steps)
 
 
 def _spelled_out(name: str) -> str:
@@ -139,7 +123,7 @@ def _version(text: str, whole: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split("."))
 
 
-def _level(part: str, whole: str) -> Level:
+def _step(part: str, whole: str) -> Step:
     match = _LEVEL.fullmatch(re.sub(r"\s+", "", part))
     if match is None or match[2] not in UNITS:
         raise SpecError(
@@ -148,37 +132,16 @@ def _level(part: str, whole: str) -> Level:
             got=repr(part),
             fix=_hint(part, match) or "for example 'mean(sequence) > mean(token)', or one of " + ", ".join(ALIASES),
         )
-    operation, unit, divisor = match[1], match[2], match[3]
-    if operation == "mean":
-        if divisor is not None:
+    unit, word = match[2], match[3]
+    if match[1] == "mean":
+        if word is not None:
             raise SpecError(f"normalizer {whole!r}: a mean takes no divisor", got=part, fix="use sum(...)/...")
-        return Level("mean", unit, power=1.0)  # type: ignore[arg-type]
-    if divisor is None:
-        return Level("sum", unit)  # type: ignore[arg-type]
-    if divisor == "avg":
-        return Level("sum", unit, average=True)  # type: ignore[arg-type]
-    if divisor == "sqrt":
-        return Level("sum", unit, power=0.5)  # type: ignore[arg-type]
-    power = _POW.fullmatch(divisor)
-    number = _number(power[1] if power else divisor, whole)
-    if power:
-        return Level("sum", unit, power=number)  # type: ignore[arg-type]
-    if number <= 0:
-        raise SpecError(f"normalizer {whole!r}: divisor must be positive", expected="> 0", got=divisor)
-    return Level("sum", unit, divisor=number)  # type: ignore[arg-type]
+        return Step("mean", unit, divisors.COUNT)
+    try:
+        return Step("sum", unit, None if word is None else divisors.read(word))
+    except SpecError as error:
+        raise SpecError(f"normalizer {whole!r}: {error.what}", expected=error.expected, got=error.got) from None
 
 
 def _hint(part: str, match: re.Match[str] | None) -> str | None:
     return nearest(part, [*ALIASES, *_REFUSED]) if match is None else nearest(match[2], list(UNITS))
-
-
-def _number(text: str, whole: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise SpecError(
-            f"normalizer {whole!r}: cannot read the divisor {text!r}", expected="a number, sqrt, pow(a) or avg"
-        )
-    return number

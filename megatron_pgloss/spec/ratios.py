@@ -19,22 +19,33 @@ written from MinPRO's abstract; its equation was not at hand.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
 from megatron_pgloss.errors import SpecError
-from megatron_pgloss.spec.base import Part, nearest
+from megatron_pgloss.spec.base import nearest
 from megatron_pgloss.spec.functions import Function
+from megatron_pgloss.spec.kinds import Kind, one_of
+from megatron_pgloss.spec.letters import SHORT_UNIT
 
-Level = Literal["token", "turn", "sequence"]
+__all__ = ["CustomRatio", "Ratio"]
 
 
-class Ratio(Part):
+class RatioKind(Kind):
+    """The family of ratios. The ``formula`` of a kind is the logarithm of its ratio."""
+
+    def written_out(self, base: str) -> str:
+        """The ratio itself as text."""
+        return f"exp({self.formula(base)})"
+
+
+class Ratio(RatioKind):
     """One ratio, spelled out; see the table of short names above."""
 
     kind: Literal["ratio"] = "ratio"
-    level: Level = "sequence"
+    level: Literal["token", "turn", "sequence"] = "sequence"
     """The unit whose tokens enter; ``token`` is the token's own and takes no statistic."""
     statistic: Literal["mean", "sum", "prefix", "prefix_min"] = "mean"
     gradient: Literal["through", "token"] = "through"
@@ -56,8 +67,36 @@ class Ratio(Part):
             )
         return self
 
+    @property
+    def statistic_unit(self) -> str | None:
+        """Its level, unless that is the token itself."""
+        return None if self.level == "token" else self.level
 
-class CustomRatio(Function):
+    def formula(self, base: str = "old") -> str:
+        """The logarithm of the ratio, in one line."""
+        if self.level == "token":
+            return f"log pi - log {base}"
+        text = self._statistic(base)
+        return text if self.gradient == "through" else f"sg({text}) + log pi - log sg(pi)"
+
+    def written_out(self, base: str) -> str:
+        """The ratio itself, in one line."""
+        if self.level == "token":
+            return f"pi/{base}"
+        inner = f"exp({self._statistic(base)})"
+        return inner if self.gradient == "through" else f"sg({inner}) pi/sg(pi)"
+
+    def _statistic(self, base: str) -> str:
+        of, short = f"(log pi - log {base})", SHORT_UNIT[self.level]
+        members = " over members" if self.over == "members" else ""
+        if self.statistic in ("mean", "sum"):
+            return f"{self.statistic}_{short}{members} {of}"
+        if self.statistic == "prefix":
+            return f"sum_{{k <= t, {short}}}{members} {of}"
+        return f"log pi - log {base} + min_{{k < t, {short}}}{members} {of}"
+
+
+class CustomRatio(Function, RatioKind):
     """A ratio of the user's own: ``fn(x) -> [T]``, the logarithm of the ratio, bounded before exp.
 
     Args (positional allowed):
@@ -65,10 +104,25 @@ class CustomRatio(Function):
     """
 
     kind: Literal["custom"] = "custom"
+    example: ClassVar[Mapping[str, Any]] = {"fn": "torch:sigmoid"}
 
     def __init__(self, fn: Any = None, /, **data: Any) -> None:
         super().__init__(**({} if fn is None else {"fn": fn}), **data)
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What it says that it needs."""
+        return self.needed
+
+    def formula(self, base: str = "old") -> str:
+        """Its name."""
+        return self.to_import_path()
+
+
+if TYPE_CHECKING:
+    AnyRatio = RatioKind
+else:
+    AnyRatio = one_of(RatioKind)
 
 SHORT: dict[str, Ratio | None] = {
     "token": Ratio(level="token"),

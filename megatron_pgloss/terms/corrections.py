@@ -7,7 +7,9 @@ packing and context parallelism. Everything here is constant: no gradient passes
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,48 +17,59 @@ from torch import Tensor
 from megatron_pgloss.spec import Correction, IcePop, RatioMask, Reject, Staleness, TruncatedIS, Veto
 from megatron_pgloss.terms.segments import UnitSums
 
-LEVELS = {
-    "sequence": ("sequence", "sum"),
-    "turn": ("turn", "sum"),
-    "geometric": ("sequence", "mean"),
-    "turn_geometric": ("turn", "mean"),
-}
-"""Level of an importance weight to its unit and how the unit's log-ratios are put together."""
+Told = tuple[Tensor | None, Tensor | None]
+"""A correction's weight, float64 [N], or None where it does not weigh; and which tokens pass, bool [N], or None where
+it does not reject."""
 
 
-def apply(
-    rule: Correction, log_ratio_N: Tensor, units: Mapping[str, UnitSums], voters_N: Tensor, bound: float
-) -> tuple[Tensor | None, Tensor | None]:
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """What a correction by a ratio looks at."""
+
+    log_N: Tensor
+    """float64 [N]: ``log of - log mu``, unbounded; finite where it is read (voters and members)."""
+    units: Mapping[str, UnitSums]
+    """``sequence`` and ``turn``."""
+    voters_N: Tensor
+    """bool [N]: the action tokens as sampled; statistics of a unit run over them."""
+    bound: float
+    """Log-ratios are clipped to plus or minus this before exp."""
+
+
+def apply(rule: Correction, log_ratio_N: Tensor, units: Mapping[str, UnitSums], voters_N: Tensor, bound: float) -> Told:
     """Weight and verdict of one correction.
 
     Args:
-        rule: any correction but `Staleness`, which reads versions (see `stale`).
-        log_ratio_N: float [N], ``log of - log mu``, unbounded; finite where it is read (voters and members).
-        units: ``sequence`` and ``turn``.
-        voters_N: bool [N]: the action tokens as sampled; what statistics of a unit run over.
-        bound: log-ratios are clipped to plus or minus this before exp.
+        rule: any correction that reads a ratio; `Staleness` reads versions (see `stale`).
+        log_ratio_N: float [N]; this and the others as in `Ratios`.
 
     Returns:
-        ``(weight, kept)``: float64 [N], or None where the rule does not weigh; bool [N], or None where it does not
-        reject. A position without voters in its unit has weight 1 and is kept.
+        Weight and verdict; a position without voters in its unit has weight 1 and passes.
     """
-    log_N = log_ratio_N.detach().double()  # corrections are constants of the term
-    if isinstance(rule, TruncatedIS):
-        return raw_weight(rule, log_N, units, voters_N, bound).clamp(rule.low, rule.high), None
-    if isinstance(rule, IcePop):
-        kept_N = (log_N >= math.log(rule.low)) & (log_N <= math.log(rule.high))
-        return (log_N.clamp(-bound, bound).exp() if rule.weight else None), kept_N
-    if isinstance(rule, RatioMask):
-        how = "mean" if rule.mean == "geometric" else "sum"
-        joined_N, told_N = _joined(log_N, units[rule.unit], how, voters_N)
-        return None, ~told_N | ((joined_N >= math.log(rule.low)) & (joined_N <= math.log(rule.high)))
-    if isinstance(rule, Reject):
-        return None, _estimate(rule, log_N, units, voters_N, bound)
-    assert isinstance(rule, Veto)
-    caught_N = log_N < math.log(rule.low)
+    # Detached: corrections are constants of the term.
+    return APPLY[rule.kind](rule, Ratios(log_ratio_N.detach().double(), units, voters_N, bound))
+
+
+def _truncated_is(rule: TruncatedIS, x: Ratios) -> Told:
+    return raw_weight(rule, x.log_N, x.units, x.voters_N, x.bound).clamp(rule.low, rule.high), None
+
+
+def _icepop(rule: IcePop, x: Ratios) -> Told:
+    passes_N = (x.log_N >= math.log(rule.low)) & (x.log_N <= math.log(rule.high))
+    return (x.log_N.clamp(-x.bound, x.bound).exp() if rule.weight else None), passes_N
+
+
+def _ratio_mask(rule: RatioMask, x: Ratios) -> Told:
+    how = "mean" if rule.mean == "geometric" else "sum"
+    joined_N, told_N = _joined(x.log_N, x.units[rule.unit], how, x.voters_N)
+    return None, ~told_N | ((joined_N >= math.log(rule.low)) & (joined_N <= math.log(rule.high)))
+
+
+def _veto(rule: Veto, x: Ratios) -> Told:
+    caught_N = x.log_N < math.log(rule.low)
     if rule.high is not None:
-        caught_N = caught_N | (log_N > math.log(rule.high))
-    return None, units[rule.unit].total(caught_N.double(), voters_N) == 0
+        caught_N = caught_N | (x.log_N > math.log(rule.high))
+    return None, x.units[rule.unit].total(caught_N.double(), x.voters_N) == 0
 
 
 def raw_weight(
@@ -64,9 +77,8 @@ def raw_weight(
 ) -> Tensor:
     """The importance weight before it is clipped to ``[low, high]``, float64 [N]."""
     log_N = log_N.detach().double()
-    if rule.level != "token":
-        unit, how = LEVELS[rule.level]
-        log_N, _ = _joined(log_N, units[unit], how, voters_N)
+    if rule.statistic_unit is not None:
+        log_N, _ = _joined(log_N, units[rule.statistic_unit], rule.joined_by, voters_N)
     return log_N.clamp(-bound, bound).exp()
 
 
@@ -82,22 +94,32 @@ def _joined(values_N: Tensor, unit: UnitSums, how: str, voters_N: Tensor) -> tup
     return unit.spread(total_U), unit.spread(count_U) > 0
 
 
-def _estimate(rule: Reject, log_N: Tensor, units: Mapping[str, UnitSums], voters_N: Tensor, bound: float) -> Tensor:
+def _reject(rule: Reject, x: Ratios) -> Told:
     # Tokens are samples of mu, so d = log mu - log of, and k3 = exp(-d) + d - 1 = r - 1 - log r.
     if rule.estimator == "k1":
-        value_N = -log_N
+        value_N = -x.log_N
     elif rule.estimator == "k2":
-        value_N = log_N.square() / 2
+        value_N = x.log_N.square() / 2
     else:
-        near_N = log_N.clamp(-bound, bound)
+        near_N = x.log_N.clamp(-x.bound, x.bound)
         value_N = near_N.expm1() - near_N
-    told_N = torch.ones_like(voters_N)
+    told_N = torch.ones_like(x.voters_N)
     if rule.unit != "token":
-        value_N, told_N = _joined(value_N, units[rule.unit], rule.statistic, voters_N)
+        value_N, told_N = _joined(value_N, x.units[rule.unit], rule.statistic, x.voters_N)
     inside_N = value_N <= rule.high
     if rule.low is not None:
         inside_N = inside_N & (value_N >= rule.low)
-    return ~told_N | inside_N
+    return None, ~told_N | inside_N
+
+
+APPLY: dict[str, Callable[[Any, Ratios], Told]] = {
+    "truncated_is": _truncated_is,
+    "icepop": _icepop,
+    "ratio_mask": _ratio_mask,
+    "reject": _reject,
+    "veto": _veto,
+}
+"""Kind of correction by a ratio to its function."""
 
 
 def stale(rule: Staleness, lag_N: Tensor, units: Mapping[str, UnitSums], voters_N: Tensor) -> Tensor:

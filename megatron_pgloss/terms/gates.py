@@ -1,4 +1,4 @@
-"""Gates: which tokens the current policy still trains, from streams ``x`` of any extent. `N` positions. Constant.
+"""Gates on single tokens and units: which tokens pass, from streams ``x`` of any extent. `N` positions. Constant.
 
 ``x`` gives ``logp``, ``old``, ``rollout``, ``advantage`` float [N] and ``unit_mean(value, unit)``: the streams of a
 micro-batch inside the loss, or those of whole rows at plan time.
@@ -7,6 +7,7 @@ micro-batch inside the loss, or those of whole rows at plan time.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -40,28 +41,27 @@ class GateStreams(Protocol):
         """Mean over the unit's action tokens as sampled."""
 
 
-def keep(gate: AnyGate, x: GateStreams) -> Tensor:
-    """Whether each token is kept, bool [N]; a user's gate may give a factor instead, float [N].
+def passes(gate: AnyGate, x: GateStreams) -> Tensor:
+    """Whether each token passes, bool [N]; a user's gate may give a factor instead, float [N].
 
     Args:
-        gate: any gate but those that need the statistics of the whole step.
+        gate: any gate but those that need the statistics pass.
 
     Raises:
         DataError: a user's gate returned something else than one bool or number per position.
     """
     with torch.no_grad():  # a gate decides and is not differentiated
-        if isinstance(gate, Gate):
-            return _user(gate, x)
-        if isinstance(gate, TVGate):
-            return _total_variation(gate, x)
-        if isinstance(gate, KLGate):
-            return _binary_kl(gate, x)
-        if isinstance(gate, RatioGate):
-            log_N = x.logp - _base(gate, x)
-            return (log_N >= math.log(gate.low)) & (log_N <= math.log(gate.high))
-        assert isinstance(gate, SequenceGate)
-        gap_N = x.unit_mean(_base(gate, x) - x.logp, gate.unit)
-        return ~((x.advantage < 0) & (gap_N > gate.threshold))
+        return PASSES[gate.kind](gate, x)
+
+
+def _ratio_band(gate: RatioGate, x: GateStreams) -> Tensor:
+    log_N = x.logp - _base(gate, x)
+    return (log_N >= math.log(gate.low)) & (log_N <= math.log(gate.high))
+
+
+def _opsm(gate: SequenceGate, x: GateStreams) -> Tensor:
+    gap_N = x.unit_mean(_base(gate, x) - x.logp, gate.unit)
+    return ~((x.advantage < 0) & (gap_N > gate.threshold))
 
 
 def _base(gate: Any, x: GateStreams) -> Tensor:
@@ -78,7 +78,7 @@ def _total_variation(gate: TVGate, x: GateStreams) -> Tensor:
     under_N = shift_N < -gate.low if gate.low is not None else torch.zeros_like(over_N)
     if gate.sides == "both":
         return ~(over_N | under_N)
-    down_N = x.advantage < 0 if gate.zero == "kept" else x.advantage <= 0
+    down_N = x.advantage < 0 if gate.zero == "passes" else x.advantage <= 0
     return ~(((x.advantage > 0) & over_N) | (down_N & under_N))
 
 
@@ -103,5 +103,15 @@ def _user(gate: Gate, x: GateStreams) -> Tensor:
             expected=f"bool or float {list(x.logp.shape)}",
             got=got,
         )
-    kept_N: Tensor = value_N.detach()
-    return kept_N
+    found_N: Tensor = value_N.detach()
+    return found_N
+
+
+PASSES: dict[str, Callable[[Any, GateStreams], Tensor]] = {
+    "tv": _total_variation,
+    "binary_kl": _binary_kl,
+    "ratio_band": _ratio_band,
+    "opsm": _opsm,
+    "custom": _user,
+}
+"""Kind of gate to its function; gates of the statistics pass are decided in `megatron_pgloss.objective.decisions`."""

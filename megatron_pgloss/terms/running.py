@@ -52,8 +52,8 @@ def discounted(unit: UnitSums, values_N: Tensor, voters_N: Tensor, position_N: T
         gamma: discount in (0, 1].
     """
     voters_N = voters_N & (unit.unit_N >= 0)
-    kept_N = torch.where(voters_N, values_N.detach(), 0).double()
-    piece_N, after_N = _pieces(unit), kept_N
+    voted_N = torch.where(voters_N, values_N.detach(), 0).double()
+    piece_N, after_N = _pieces(unit), voted_N
     for step in _doublings(piece_N):
         later_N = torch.where(piece_N[:-step] == piece_N[step:], after_N[step:], 0) * gamma**step
         after_N = torch.cat([after_N[:-step] + later_N, after_N[-step:]])

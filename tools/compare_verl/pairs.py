@@ -87,8 +87,8 @@ def ours(data: Data, spec: pg.LossSpec) -> Answer:
         full = torch.cat([x, torch.zeros(B, 1, dtype=x.dtype)], 1).reshape(-1)
         return full[micro.index_N.clamp(min=0)].reshape(micro.shape)
 
-    if plan.needs_statistics:
-        plan = pg.statistics(plan, [scored(micro) for micro in plan.microbatches()])
+    if plan.needs_statistics_pass:
+        plan = pg.statistics_pass(plan, [scored(micro) for micro in plan.microbatches()])
     critic = any(part.kind == "value" for part in spec.components)
     total = torch.zeros((), dtype=torch.float64)
     for micro in plan.microbatches():
@@ -141,7 +141,7 @@ def aggregated(data: Data, mode: str, **info: Any) -> Answer:
 def rl(surrogate: Any, normalizer: str = TOKEN, ratio: Any = "token", old: str = "given", **more: Any) -> pg.LossSpec:
     """A spec of one policy gradient."""
     part = ps.PolicyGradient(
-        surrogate=surrogate, ratio=ratio, normalizer=normalizer, rejected=more.pop("rejected", "original")
+        surrogate=surrogate, ratio=ratio, normalizer=normalizer, count_rejected=more.pop("count_rejected", True)
     )
     return pg.LossSpec(components=[part], old=old, **more)
 

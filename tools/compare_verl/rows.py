@@ -71,7 +71,7 @@ def estimator(kind: str, form: dict[str, str], same: str = "both", note: str = "
     return Row(f"kl_penalty `{kind}`", f"`KL({here})`", same, pair, note, data)
 
 
-def correction(how: str, here: str, rule: Any, same: str = "both", note: str = "", rejected: str = "kept",
+def correction(how: str, here: str, rule: Any, same: str = "both", note: str = "", count_rejected: bool = False,
                **options: Any) -> Row:  # fmt: skip
     """verl's rollout correction between old and rollout, on `vanilla`."""
 
@@ -87,7 +87,7 @@ def correction(how: str, here: str, rule: Any, same: str = "both", note: str = "
         else:
             weights = compute_rollout_correction_weights(ratio, mask, **options)[0]
         seen = Data(**(vars(d) | {"mask": mask.bool()}))
-        spec = rl(pg.Clip(low=0.2, high=0.28, dual=3.0), corrections=[rule], rejected=rejected)
+        spec = rl(pg.Clip(low=0.2, high=0.28, dual=3.0), corrections=[rule], count_rejected=count_rejected)
         return policy("vanilla", seen, weights=weights, **BOUNDS), ours(d, spec)
 
     return Row(f"correction {how}", here, same, pair, note)
@@ -177,8 +177,8 @@ CORRECTIONS = [
                rollout_is_threshold=1.2),
     correction('IS "sequence", 1.5', '`TruncatedIS(level="sequence", high=1.5)`', TIS(level="sequence", high=1.5),
                rollout_is="sequence", rollout_is_threshold=1.5),
-    correction('IS "token", "0.8_1.2"', '`IcePop(0.8, 1.2)`, `rejected="original"`', ps.IcePop(low=0.8, high=1.2),
-               rejected="original", rollout_is="token", rollout_is_threshold="0.8_1.2"),
+    correction('IS "token", "0.8_1.2"', '`IcePop(0.8, 1.2)`, `count_rejected=True`', ps.IcePop(low=0.8, high=1.2),
+               count_rejected=True, rollout_is="token", rollout_is_threshold="0.8_1.2"),
     correction('IS "token", 1.2, batch_normalize', "`TruncatedIS(high=1.2, normalize=True)`",
                TIS(high=1.2, normalize=True), "no", "verl divides by a mean with 1e-8 in its count",
                rollout_is="token", rollout_is_threshold=1.2, rollout_is_batch_normalize=True),
@@ -194,10 +194,10 @@ CORRECTIONS = [
     correction('RS "seq_mean_k1", "0.9_1.1"', '`RatioMask(low=1/1.1, high=1/0.9)`',
                ps.RatioMask(low=1 / 1.1, high=1 / 0.9), note="verl bounds -log(old/mu), this package log(old/mu)",
                rollout_rs="seq_mean_k1", rollout_rs_threshold="0.9_1.1"),
-    correction('RS "token_k2", 0.05', '`Reject(estimator="k2", unit="token", high=0.05)`, `rejected="original"`',
+    correction('RS "token_k2", 0.05', '`Reject(estimator="k2", unit="token", high=0.05)`, `count_rejected=True`',
                REJECT(estimator="k2", unit="token", high=0.05), "no",
                "in verl a rejected token leaves the denominators; here that is a choice, and not the default",
-               rejected="original", rollout_rs="token_k2", rollout_rs_threshold="0.05"),
+               count_rejected=True, rollout_rs="token_k2", rollout_rs_threshold="0.05"),
 ]  # fmt: skip
 
 ROWS = [*MODES, *LOSSES, *KLS, *CORRECTIONS, Row("compute_value_loss 0.2", "`Value(clip=0.2)`", "both", value_loss)]

@@ -229,12 +229,12 @@ def _joined(parts: Sequence[Tensor], step: Step, what: str) -> Tensor:
 def _average(scene: Scene, masked_T: Tensor, left_T: Tensor) -> tuple[NestedAverage, dict[str, Any]]:
     """The component's average, and what it divides by.
 
-    ``masked_T``: what the masks left; ``left_T``: what corrections and gates left of it. Under ``rejected="kept"`` what
-    they took is not counted.
+    ``masked_T``: what the masks left; ``left_T``: what corrections and gates left of it. With ``count_rejected=False``
+    what they took is not counted.
     """
     step, component, name = scene.step, scene.component, scene.name
     count_T = counted(component, masked_T, step)
-    if choice(setting(component, "rejected", "original"), ["original", "kept"], "way with rejected tokens") == "kept":
+    if choice(str(setting(component, "count_rejected", True)), ["True", "False"], "count_rejected") == "False":
         count_T = count_T & ~(masked_T & ~left_T)
     measure_T = count_T.to(torch.float64)
     divide_by = setting(component, "divide_by", "tokens")

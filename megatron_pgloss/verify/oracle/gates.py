@@ -46,7 +46,7 @@ def _tv(gate: Rule, scene: Scene) -> Tensor:
         return ~(above_M | below_M)
     advantage_M = scene.constant("advantages")
     down_M = advantage_M < 0
-    if choice(setting(gate, "zero", "kept"), ["kept", "low"], "way with A = 0") == "low":
+    if choice(setting(gate, "zero", "passes"), ["passes", "low"], "way with A = 0") == "low":
         down_M = advantage_M <= 0
     return ~((advantage_M > 0) & above_M | down_M & below_M)
 

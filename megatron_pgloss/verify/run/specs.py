@@ -116,8 +116,8 @@ def rejected() -> LossSpec:
     """
     return LossSpec(
         components=[
-            PolicyGradient(normalizer="mean(prompt) > mean(sequence) > mean(token)", rejected="kept"),
-            KL(estimator="k3", coef=0.1, normalizer="mean(sequence) > mean(token)", rejected="original"),
+            PolicyGradient(normalizer="mean(prompt) > mean(sequence) > mean(token)", count_rejected=False),
+            KL(estimator="k3", coef=0.1, normalizer="mean(sequence) > mean(token)", count_rejected=True),
         ],
         corrections=[
             TruncatedIS(high=1.2),

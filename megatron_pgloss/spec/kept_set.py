@@ -31,7 +31,6 @@ class KeptSet(Part):
         """Its name in reports."""
         return "outside the kept set"
 
-    @property
     def formula(self) -> str:
         """What it does, in one line."""
         how = "recorded by the sampler" if self.source == "recorded" else "recomputed from the logits"

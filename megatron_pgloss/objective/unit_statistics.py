@@ -21,7 +21,8 @@ class UnitStatistics:
     """
 
     group: Any
-    """Over which statistics are taken: the micro-batch's, or what stands for it."""
+    """The process group over which the statistics of a unit are summed: the context-parallel group of the micro-batch,
+    None where there is none, or a `Together` that collects the sums of all components for one collective."""
     _micro: MicroBatch
     _sampled: Tensor
     members: Tensor

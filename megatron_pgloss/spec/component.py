@@ -1,0 +1,68 @@
+"""What all components of a loss share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from megatron_pgloss.spec.kinds import Kind
+from megatron_pgloss.spec.normalizer import Path, parse
+from megatron_pgloss.spec.numbers import Finite
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$", max_length=32)]
+
+
+class Component(Kind):
+    """The family of components: what all of them share. A field's meaning is the same everywhere."""
+
+    name: Name
+    """Its name in metrics, weights, reports and ``coef=`` overrides."""
+    coef: Finite = 1.0
+    """Coefficient lambda, applied outside the normaliser."""
+    normalizer: str = "mean(token)"
+    """Normaliser path, see `megatron_pgloss.spec.normalizer`."""
+    count: str = "members"
+    """The set whose tokens the normaliser counts: ``members``, ``observations``, or a mask's name."""
+    units: Literal["counted", "all"] = "counted"
+    """Whether a unit without a counted token counts at its level."""
+    divide_by: Literal["tokens", "weights"] = "tokens"
+    """Token counts, or the sum of the component's user weights over the counted tokens."""
+    count_rejected: bool = True
+    """Whether the tokens that a correction or gate rejected stay counted in the denominators; those that a mask took
+    never do."""
+
+    @field_validator("normalizer")
+    @classmethod
+    def _canonical(cls, text: str) -> str:
+        return str(parse(text))
+
+    @property
+    def path(self) -> Path:
+        """The parsed normaliser."""
+        return parse(self.normalizer)
+
+    @property
+    def over(self) -> Literal["action", "observation"]:
+        """The tokens it is defined on, before rules."""
+        return "action"
+
+    @property
+    def reads_logprobs(self) -> bool:
+        """Whether it reads the policy's log-probs."""
+        return True
+
+    @property
+    def chosen_ids(self) -> str | None:
+        """Name of the stream of ids at which it reads the policy's log-probs, or None."""
+        return None
+
+    @property
+    def moves_at_zero_advantage(self) -> bool:
+        """Whether a token of advantage 0 can move the policy through it."""
+        return True
+
+    @property
+    def parts(self) -> tuple[Kind, ...]:
+        """The component, and the parts that it is made of."""
+        return (self,)

@@ -1,0 +1,78 @@
+"""Whether the parts of a spec fit together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_pgloss.errors import SpecError
+from megatron_pgloss.spec.base import nearest
+from megatron_pgloss.spec.masks import DropZeroAdvantage
+from megatron_pgloss.spec.policy_gradient import PolicyGradient
+
+if TYPE_CHECKING:
+    from megatron_pgloss.spec.corrections import Correction
+    from megatron_pgloss.spec.loss_spec import LossSpec
+
+
+def check(spec: LossSpec) -> None:
+    """Refuse parts that contradict each other.
+
+    Raises:
+        SpecError: a rule acts on no component, a component counts what it does not run over, two teachers, kept sets
+            with what they exclude, a correction by an ``old`` that there is not.
+    """
+    _scopes(spec)
+    for component in spec.components:
+        if component.count == "observations" and component.over != "observation":
+            raise SpecError(f"{component.name} counts observations but runs over actions", fix='count="members"')
+    teachers = {part.chosen_ids for part in spec.components if part.chosen_ids is not None}
+    if len(teachers) > 1:
+        raise SpecError("the log-prob pass takes the ids of one teacher", got=", ".join(sorted(teachers)))
+    for rule in spec.corrections:
+        _correction(spec, rule)
+    _kept(spec)
+
+
+def _scopes(spec: LossSpec) -> None:
+    names = spec.names
+    policy = any(isinstance(part, PolicyGradient) for part in spec.components)
+    for rule in (*spec.masks, *spec.corrections, *spec.gates):
+        for name in rule.on or ():
+            # A rule that names rl by default is at home in a spec without a policy gradient, and idle there.
+            idle = isinstance(rule, DropZeroAdvantage) and rule.on == ("rl",) and not policy
+            if name not in names and not idle:
+                raise SpecError(
+                    f"{type(rule).__name__} acts on {name!r}, which is not a component",
+                    expected=", ".join(names),
+                    fix=nearest(name, list(names)),
+                )
+
+
+def _kept(spec: LossSpec) -> None:
+    if spec.kept is None:
+        return
+    if spec.needs_exact_kl:
+        raise SpecError(
+            "the exact KL on kept sets: it is infinite where the reference's set lacks a token of the policy's",
+            fix="KL(estimator='k3') of log-probs on the sets",
+        )
+    if spec.chosen is not None:
+        raise SpecError("a teacher's top-k on kept sets: its tokens may lie outside of them", fix="kept=None")
+    late = spec.kept.source == "recomputed" and spec.kept.outside == "drop"
+    for part in spec.components:
+        if late and not part.count_rejected and part.over == "action":
+            raise SpecError(
+                f"{part.name}: count_rejected=False, but what lies outside recomputed sets is known in the loss alone",
+                expected="count_rejected=True",
+                fix="KeptSet(outside='refuse') or 'add', or recorded sets",
+            )
+
+
+def _correction(spec: LossSpec, rule: Correction) -> None:
+    if rule.ratio_of == "old" and spec.old in ("policy", "record", "rollout"):
+        one = "the weight old/mu is identically 1: leave the correction out, or say of='policy'"
+        raise SpecError(
+            f"{type(rule).__name__}(of='old') needs an old stream, but old={spec.old!r}",
+            expected="old='given' or 'interpolate'",
+            fix=f"with old='rollout' {one}" if spec.old == "rollout" else "of='policy': sg(pi)/mu inside the loss",
+        )

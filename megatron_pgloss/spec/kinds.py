@@ -1,0 +1,119 @@
+"""Kinds: parts of a spec that come in several forms, told apart by their field ``kind``.
+
+The class of a kind is the one home of what is known about it. A family (`megatron_pgloss.spec.families`) is a class
+derived from `Kind`, its kinds are the classes derived from that; what a spec may hold, TOML, suggestions, equations,
+the tables of the docs and the tests are all made by asking them.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from megatron_pgloss.spec.base import Part
+
+if TYPE_CHECKING:
+    from megatron_pgloss.spec.component import Component
+
+
+class Kind(Part):
+    """What is asked of a kind, whatever its family. A kind overrides what is not so for it."""
+
+    kind: str
+    """Its name in TOML, metrics and errors."""
+    example: ClassVar[Mapping[str, Any]] = {}
+    """Arguments beside the defaults with which docs and tests build one."""
+    symbols: ClassVar[Mapping[str, str]] = {}
+    """LaTeX of the words in its formula that `megatron_pgloss.spec.latex` does not know."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Streams that it reads: ``old`` (the base of the ratio), ``rollout``, ``ref``, ``advantages``, ``values``,
+        ``returns``, one of the user's own; or an output of the model: ``entropy``, ``kl``, ``chosen``, ``value``.
+        """
+        return ()
+
+    @property
+    def reads_fields(self) -> tuple[str, ...]:
+        """Fields of the batch that it reads beside streams: ``terminations``, ``sample_ids``, ``versions``."""
+        return ()
+
+    @property
+    def statistic_unit(self) -> str | None:
+        """The unit (``sequence``, ``turn``) over whose tokens it takes a statistic; None: it takes none."""
+        return None
+
+    @property
+    def asks_units(self) -> bool:
+        """Whether it may ask for a statistic over units; of a user's own function nothing else is known."""
+        return self.statistic_unit is not None
+
+    @property
+    def needs_statistics_pass(self) -> bool:
+        """Whether it is decided over the whole step, by a statistics pass."""
+        return False
+
+    def formula(self, base: str = "old") -> str:
+        """What it computes, as one line of plain text with its numbers; LaTeX is made from it.
+
+        Args:
+            base: the letter of the base of the ratio.
+        """
+        raise NotImplementedError(f"no formula for {type(self).__name__}")
+
+    def definitions(self, base: str = "old") -> tuple[str, ...]:
+        """What the letters of the formula mean, as further lines."""
+        return ()
+
+
+class Rule(Kind):
+    """What is asked of masks, corrections and gates beside: they act on components."""
+
+    on: tuple[str, ...] | None = None
+    """Names of the components it acts on; None: as `home` says."""
+
+    @property
+    def home(self) -> Literal["actions", "rl", "all"]:
+        """The components it acts on by default: those over action tokens, the one named ``rl``, or all."""
+        return "actions"
+
+    @property
+    def reason(self) -> str:
+        """Its short name, in reports."""
+        raise NotImplementedError(f"no short name for {type(self).__name__}")
+
+    def acts_on(self, component: Component) -> bool:
+        """Whether it acts on ``component``: by its ``on``, or by default."""
+        if self.on is not None:
+            return component.name in self.on
+        return {"all": True, "rl": component.name == "rl", "actions": component.over == "action"}[self.home]
+
+    @property
+    def scope(self) -> str:
+        """The components it acts on, as text."""
+        if self.on is not None:
+            return ", ".join(self.on) or "nothing"
+        return {"all": "all", "rl": "rl", "actions": "all over actions"}[self.home]
+
+
+def kinds(family: type[Kind]) -> tuple[type[Kind], ...]:
+    """The kinds of a family, in the order in which they are written: classes that give ``kind`` a value."""
+    found: list[type[Kind]] = []
+    for child in family.__subclasses__():
+        found += [child, *kinds(child)] if name_of(child) else kinds(child)
+    return tuple(found)
+
+
+def name_of(kind: type[Kind]) -> str:
+    """The word in ``kind`` of a class; empty where it has none and so is a family."""
+    default = kind.model_fields["kind"].default
+    return default if isinstance(default, str) else ""
+
+
+def one_of(family: type[Kind]) -> Any:
+    """The type of a field that holds any kind of the family; call it behind the last of its classes."""
+    return Annotated[functools.reduce(operator.or_, kinds(family)), Field(discriminator="kind")]

@@ -1,0 +1,31 @@
+"""The levels that a normaliser may name: who contains whom, from the outermost to the token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A level, whose units are counted and averaged over."""
+
+    name: str
+    plural: str
+    letter: str
+    """Its index in LaTeX."""
+    keyed: bool = False
+    """Whether one unit may lie on several ranks, so that it has a key to be known by; else it lies in one row."""
+
+
+LEVELS = (
+    Level("prompt", "prompts", "p", keyed=True),
+    Level("episode", "episodes", "e", keyed=True),
+    Level("sequence", "sequences", "i"),
+    Level("turn", "turns", "j"),
+    Level("token", "tokens", "t"),
+)
+UNITS = tuple(level.name for level in LEVELS)
+"""Names of the levels."""
+KEYED = tuple(level.name for level in LEVELS if level.keyed)
+IN_ROWS = tuple(level.name for level in LEVELS if not level.keyed)
+LEVEL = {level.name: level for level in LEVELS}

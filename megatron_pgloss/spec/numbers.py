@@ -1,0 +1,18 @@
+"""The ranges that the numbers of a spec may lie in, as types that pydantic checks."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from megatron_pgloss.spec.functions import StreamName
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Distance = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+AboveOne = Annotated[float, Field(gt=1, allow_inf_nan=False)]
+Bound = Distance | StreamName
+"""A number, or the name of a per-token constant stream of the batch (``streams={"name": [B, L]}``)."""

@@ -1,0 +1,80 @@
+"""The policy gradient: a surrogate of a ratio and an advantage."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import field_validator, model_validator
+
+from megatron_pgloss.spec.component import Component, Name
+from megatron_pgloss.spec.kinds import Kind
+from megatron_pgloss.spec.ratios import SHORT, AnyRatio, RatioKind, canonical
+from megatron_pgloss.spec.surrogates import AnySurrogate, Clip
+
+__all__ = ["PolicyGradient"]
+
+
+class PolicyGradient(Component):
+    """The policy-gradient term over the policy's own tokens: a surrogate of a ratio and an advantage."""
+
+    kind: Literal["policy_gradient"] = "policy_gradient"
+    name: Name = "rl"
+    surrogate: AnySurrogate = Clip()
+    ratio: str | AnyRatio = "token"
+    """A short name of `megatron_pgloss.spec.ratios`, a `Ratio`, or a `CustomRatio`. ``token``: pi/old per token.
+    ``none``: exactly 1 with the gradient of log pi (on-policy)."""
+
+    @field_validator("ratio", mode="before")
+    @classmethod
+    def _short_name(cls, given: Any) -> Any:
+        return canonical(given)
+
+    @model_validator(mode="after")
+    def _suits(self) -> PolicyGradient:
+        self.surrogate.check_home(self)
+        return self
+
+    @property
+    def axis(self) -> RatioKind | None:
+        """The ratio spelled out; None for ``none``."""
+        return SHORT[self.ratio] if isinstance(self.ratio, str) else self.ratio
+
+    @property
+    def parts(self) -> tuple[Kind, ...]:
+        """The component, its surrogate and its ratio."""
+        return (self, self.surrogate, *(() if self.axis is None else (self.axis,)))
+
+    @property
+    def has_ratio(self) -> bool:
+        """Whether the surrogate reads a ratio that has a base, and so can be other than 1."""
+        return "old" in self.reads
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What surrogate and ratio read."""
+        ratio = "ratio" in self.surrogate.reads and self.ratio != "none"
+        found = [name for name in self.surrogate.reads if name != "ratio"]
+        return tuple(dict.fromkeys((*(("old",) if ratio else ()), *found, *(self.axis.reads if self.axis else ()))))
+
+    @property
+    def moves_at_zero_advantage(self) -> bool:
+        """As the surrogate says."""
+        return self.surrogate.moves_at_zero_advantage
+
+    @property
+    def needs_statistics_pass(self) -> bool:
+        """As the surrogate says: it may read all sequences of a prompt at once, which the pass brings together."""
+        return self.surrogate.needs_statistics_pass
+
+    def formula(self, base: str = "old") -> str:
+        """The surrogate's."""
+        return self.surrogate.formula(base)
+
+    def definitions(self, base: str = "old") -> tuple[str, ...]:
+        """The surrogate's, and what r and d are where it writes them."""
+        axis = self.axis
+        known = {
+            "d": "log pi - log sg(pi)" if axis is None else axis.formula(base),
+            "r": "pi/sg(pi)" if axis is None else axis.written_out(base),
+        }
+        return (*self.surrogate.definitions(base), *(f"{name} = {known[name]}" for name in self.surrogate.letters))

@@ -1,0 +1,58 @@
+"""Surrogates on log pi itself, and those whose advantage is a reference's or none."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from megatron_pgloss.spec.surrogates.surrogate import SurrogateKind
+
+__all__ = ["NLL", "Distill", "Reinforce"]
+
+
+class Reinforce(SurrogateKind):
+    """Plain policy gradient: ``l = -A log pi`` (Williams 1992, eq. 4)."""
+
+    kind: Literal["reinforce"] = "reinforce"
+    letters: ClassVar[tuple[str, ...]] = ()
+
+    def formula(self, base: str = "old") -> str:
+        """In one line."""
+        return "-A log pi"
+
+
+class Distill(SurrogateKind):
+    """On-policy distillation by policy gradient: ``l = -sg(log ref - log pi) r``: the advantage of a token is what the
+    reference (the teacher) gives it above the policy. Reads no advantages.
+
+    prime-rl's ``ref_kl`` is this with ``old="rollout"``, a gate that drops tokens with pi - mu < -0.2, and a k2 drift
+    term (`megatron_pgloss.presets.distill`).
+    """
+
+    kind: Literal["distill"] = "distill"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The ratio and the reference."""
+        return ("ratio", "ref")
+
+    def formula(self, base: str = "old") -> str:
+        """In one line."""
+        return "-sg(log ref - log pi) r"
+
+
+class NLL(SurrogateKind):
+    """Negative log-likelihood of the policy's own tokens: ``l = -log pi`` (VAPO 2504.05118 on successful ones, by
+    `megatron_pgloss.KeepPositiveAdvantage`). Reads no advantages.
+    """
+
+    kind: Literal["nll"] = "nll"
+    letters: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Nothing."""
+        return ()
+
+    def formula(self, base: str = "old") -> str:
+        """In one line."""
+        return "-log pi"

@@ -1,0 +1,228 @@
+"""One home for each kind, level and divisor: what a new one still lacks is said by its name.
+
+CONTRIBUTING.md, "How to add ...", sends the reader here: a piece that was forgotten turns one of these tests red.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle_cases import row, weights
+
+import megatron_pgloss as pg
+from megatron_pgloss.metrics import METRICS
+from megatron_pgloss.objective import auxiliary, decisions, surrogates
+from megatron_pgloss.planning import taken
+from megatron_pgloss.spec import FAMILIES, LEVELS, Kind, kinds, latex, parse
+from megatron_pgloss.spec.divisors import DIVISORS, Divisor
+from megatron_pgloss.spec.kinds import Rule, name_of
+from megatron_pgloss.terms import corrections, gates
+from megatron_pgloss.verify import (
+    oracle_data,
+    oracle_gates,
+    oracle_losses,
+    oracle_rules,
+    oracle_sets,
+    oracle_surrogates,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+ALL = [(family, kind) for family, base in FAMILIES.items() for kind in kinds(base)]
+NAMES = [f"{family} {kind.__name__}" for family, kind in ALL]
+each = pytest.mark.parametrize(("family", "kind"), ALL, ids=NAMES)
+PAGE = {"masks": "conventions.md", "corrections": "conventions.md"}
+"""Where a family has its table; the others have theirs in objectives.md."""
+ARITHMETIC = {
+    "components": (auxiliary.TERMS, "objective/auxiliary.py: TERMS"),
+    "surrogates": (surrogates.SURROGATES, "objective/surrogates.py: SURROGATES"),
+    "gates": (gates.PASSES | decisions.DECIDE, "terms/gates.py: PASSES, or objective/decisions.py: DECIDE"),
+    "corrections": (corrections.APPLY, "terms/corrections.py: APPLY"),
+    "masks": (taken.TAKEN, "planning/taken.py: TAKEN"),
+}
+ELSEWHERE = {"policy_gradient", "staleness"}
+"""A policy gradient is its ratio and surrogate; `Staleness` reads versions, in `corrections.stale`."""
+ORACLE = {
+    "components": (oracle_losses.KINDS, "verify/oracle_losses.py"),
+    "surrogates": (oracle_surrogates.KINDS, "verify/oracle_surrogates.py"),
+    "gates": (oracle_gates.KINDS, "verify/oracle_gates.py"),
+    "corrections": (oracle_rules.KINDS, "verify/oracle_rules.py"),
+}
+ENGLISH = """
+alone and any at draw drawn drop each first geomean gradient in is its keep largest least mask most of on one or others
+observations out outside outward over prompt reject seed seq sequence sequences sign step the them this times to token
+tokens turn until versions ago more than sampled where with without truncated true members by
+"""
+PROSE = frozenset(ENGLISH.split())
+"""English: what a formula may hold beside symbols, numbers, and the names of streams and functions."""
+STREAMS = {"teacher_ids", "teacher_logprobs", "torch:sigmoid", "actions", "mine"}
+
+
+def made(kind: type[Kind]) -> Any:
+    """One of this kind; what its defaults leave open is in its ``example``."""
+    try:
+        return kind(**kind.example)
+    except pg.SpecError as error:
+        pytest.fail(f"{kind.__name__} has no example: {error}")
+
+
+def asked(kind: type[Kind], what: str, ask: Any) -> Any:
+    """A fact of a kind; fails by name where the class does not say it."""
+    try:
+        return ask()
+    except NotImplementedError:
+        pytest.fail(f"{kind.__name__} has no {what}")
+
+
+def whole(kind: type[Kind]) -> pg.LossSpec:
+    """A spec that holds one of this kind."""
+    part, rl = made(kind), pg.PolicyGradient()
+    if isinstance(part, pg.spec.Component):
+        return pg.LossSpec(components=[part])
+    for family, field in (("surrogates", "surrogate"), ("ratios", "ratio")):
+        if kind in kinds(FAMILIES[family]):
+            return pg.LossSpec(components=[rl.replace(**{field: part})])
+    return pg.LossSpec(
+        components=[rl], **{next(name for name, base in FAMILIES.items() if issubclass(kind, base)): [part]}
+    )
+
+
+@each
+def test_a_kind_says_what_it_is(family: str, kind: type[Kind]) -> None:
+    part = made(kind)
+    text = asked(kind, "formula", lambda: ", ".join((part.formula(), *part.definitions())))
+    assert text.strip() and "None" not in text, f"{kind.__name__} has no formula"
+    assert inspect.getdoc(kind) and kind.__doc__, f"{kind.__name__} has no docstring"
+    if isinstance(part, Rule):
+        assert asked(kind, "short name (reason)", lambda: part.reason), f"{kind.__name__} has no short name"
+    assert part.statistic_unit in (None, "sequence", "turn"), f"{kind.__name__} takes a statistic of no known unit"
+
+
+@each
+def test_a_kind_reads_back_from_toml(family: str, kind: type[Kind]) -> None:
+    spec = whole(kind)
+    assert f'kind = "{name_of(kind)}"' in spec.to_toml() or kind is pg.spec.Ratio  # a ratio's short name stands for it
+    assert pg.LossSpec.from_toml(spec.to_toml()) == spec, f"{kind.__name__} does not come back from TOML"
+
+
+@each
+def test_a_kind_has_a_place_in_the_package(family: str, kind: type[Kind]) -> None:
+    assert getattr(pg, kind.__name__, None) is kind, f"{kind.__name__} is not in __all__ of {kind.__module__}"
+    assert getattr(pg.spec, kind.__name__, None) is kind and kind.__name__ in pg.__all__
+
+
+@each
+def test_a_kind_has_latex(family: str, kind: type[Kind]) -> None:
+    """Words that are neither English nor a symbol would be set as text in the middle of a formula."""
+    part = made(kind)
+    for line in (part.formula(), *part.definitions()):
+        symbols = {word: sign for piece in whole(kind).components[0].parts for word, sign in piece.symbols.items()}
+        set_as_text = re.findall(r"\\text\{([^}]*)\}", latex.translate(line, {**symbols, **part.symbols}))
+        words = {word.replace(r"\_", "_") for text in set_as_text for word in text.split()}
+        unknown = words - PROSE - STREAMS
+        assert not unknown, f"{kind.__name__} has no LaTeX for {sorted(unknown)}: give it symbols"
+
+
+@each
+def test_a_kind_has_a_row_in_the_docs(family: str, kind: type[Kind]) -> None:
+    page = PAGE.get(family, "objectives.md")
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    row = f"`pg.{kind.__name__}(" if family == "ratios" else f"| `{kind.__name__}` | `{name_of(kind)}` |"
+    assert row in text, f"{kind.__name__} has no row in docs/{page}: run python tools/make_docs.py"
+
+
+@each
+def test_a_kind_has_arithmetic(family: str, kind: type[Kind]) -> None:
+    if family in ARITHMETIC and name_of(kind) not in ELSEWHERE:
+        table, where = ARITHMETIC[family]
+        assert name_of(kind) in table, f"{kind.__name__} has no arithmetic in {where}"
+
+
+@pytest.mark.parametrize("kind", kinds(FAMILIES["gates"]), ids=lambda kind: kind.__name__)
+def test_a_gate_has_a_metric(kind: type[Kind]) -> None:
+    name = f"gate_{name_of(kind)}"
+    assert name in {row.suffix for row in METRICS}, f"{kind.__name__} has no row {name} in metrics.py"
+
+
+@each
+def test_the_oracle_knows_a_kind(family: str, kind: type[Kind]) -> None:
+    """It keeps its own copy of everything, and no user's function."""
+    word = name_of(kind)
+    if family == "masks":
+        try:
+            spec = {"masks": [made(kind).model_dump(mode="json")]}
+            oracle_sets.members_of("rl", {"kind": "policy_gradient"}, spec, STEP)
+        except pg.SpecError as error:
+            pytest.fail(f"{kind.__name__} has no entry in the oracle, verify/oracle_sets.py: {error}")
+    elif family in ORACLE and word not in ("term", "policy_gradient"):
+        table, where = ORACLE[family]
+        assert word in table, f"{kind.__name__} has no entry in the oracle, {where}"
+
+
+STEP = oracle_data.Step.of([row("cA") | {"termination": "success", "masks": {"mine": [True, True]}}])
+
+
+def test_no_entry_stands_for_nothing() -> None:
+    for family, (table, where) in ARITHMETIC.items():
+        left = set(table) - {name_of(kind) for kind in kinds(FAMILIES[family])}
+        assert not left, f"{where} has {sorted(left)}, which are no kinds of {family}"
+
+
+def test_a_kind_of_ones_own_that_says_nothing_is_told_so() -> None:
+    """The guard itself, on a class that is no part of the package."""
+
+    class Bare(Rule):
+        kind: str = "bare"
+
+    with pytest.raises(pytest.fail.Exception, match="Bare has no formula"):
+        asked(Bare, "formula", Bare().formula)
+    with pytest.raises(pytest.fail.Exception, match="Bare has no short name"):
+        asked(Bare, "short name", lambda: Bare().reason)
+
+
+# ---- levels and divisors -------------------------------------------------------------------------------------------
+
+WORDS = [(kind, word) for kind in DIVISORS for word in kind.examples]
+
+
+@pytest.mark.parametrize(("kind", "word"), WORDS, ids=[word for _, word in WORDS])
+def test_a_divisor_reads_prints_and_divides(kind: type[Divisor], word: str) -> None:
+    """Two sequences of 1 and 3 tokens: the package's weights are 1 / divisor, and the oracle's."""
+    path = parse(f"sum(sequence) > sum(token)/{word}")
+    divisor = path.steps[-1].divisor
+    assert isinstance(divisor, kind) and str(path) == str(parse(str(path))), f"{kind.__name__} does not read {word}"
+    assert divisor.plain("n") and divisor.latex("n", "token"), f"{kind.__name__} does not print itself"
+    rows = [row("cA"), row("cAAA")]
+    batch = pg.TokenBatch.from_packed(
+        tokens=torch.zeros(6, dtype=torch.int64), lengths=[2, 4],
+        action_mask=torch.tensor([False, True, False, True, True, True]), advantages=torch.ones(2),
+    )  # fmt: skip
+    rl = pg.PolicyGradient(surrogate=pg.Reinforce(), ratio="none", normalizer=str(path))
+    plan = pg.plan([batch], pg.LossSpec(components=[rl]), split=pg.Split(sequences=2))
+    count = {"count": (1.0, 3.0), "average": (2.0, 2.0), "nothing": (1.0, 1.0)}[divisor.reads]
+    mine = [float(w) for w in plan.table["weight/rl"] if w]
+    assert mine == pytest.approx([1 / divisor.of(count[0])] + [1 / divisor.of(count[1])] * 3, rel=1e-6)
+    try:
+        judged = [w for each in weights(rows, str(path)) for w in each]
+    except pg.SpecError as error:
+        pytest.fail(f"{kind.__name__} has no entry in the oracle, verify/oracle_average.py: {error}")
+    assert mine == pytest.approx(judged, rel=1e-6), f"{kind.__name__}: the oracle divides by another number"
+
+
+def test_every_kind_of_divisor_is_shown() -> None:
+    text = (ROOT / "docs" / "normalization.md").read_text(encoding="utf-8")
+    for kind in DIVISORS:
+        assert kind.examples, f"{kind.__name__} has no examples"
+        for form, meaning in kind.forms:
+            assert f"| {form} | {meaning} |" in text, f"{kind.__name__} has no row in docs/normalization.md"
+
+
+def test_levels_are_those_of_the_oracle_and_of_the_docs() -> None:
+    assert tuple(level.name for level in LEVELS) == oracle_data.LEVELS, "the oracle has other levels"
+    assert len({level.letter for level in LEVELS}) == len(LEVELS)
+    text = (ROOT / "docs" / "normalization.md").read_text(encoding="utf-8")
+    assert " | ".join(level.name for level in LEVELS) in text, "docs/normalization.md has other levels"
