@@ -82,7 +82,7 @@ def _rank(
     where = Path(folder) if folder else shared / "program"
     where.mkdir(exist_ok=True)
     os.environ.update(environment, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_port(rank, shared)))
-    os.environ["LOCAL_WORLD_SIZE"] = str(size)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     os.chdir(where)
     sys.path[:0] = [str(ROOT), str(where)]
     printed = [shared / f"{rank}.{stream}" for stream in (1, 2)]

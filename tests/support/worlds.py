@@ -287,9 +287,9 @@ def _rank(rank: int, size: int, folder: str, timeout: float, fn: Callable, args:
     lines = recorder()
     try:
         os.environ.update(PGLOSS_WORLD=folder, OMP_NUM_THREADS="1")
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
         torch.set_num_threads(1)
         if grouped:
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
             store = dist.FileStore(str(Path(folder) / "store"), size)
             limit = datetime.timedelta(seconds=timeout)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)

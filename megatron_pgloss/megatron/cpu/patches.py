@@ -19,7 +19,6 @@ from torch.utils._device import _device_constructors
 from megatron_pgloss.errors import UnsupportedError
 
 _CPU = torch.device("cpu")
-_CROSS_ENTROPY = "megatron.core.tensor_parallel.cross_entropy"
 _ENABLED = False
 
 
@@ -77,9 +76,9 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
-def _caller_is_megatron(of: str = "megatron.core") -> bool:
+def _caller_is_megatron() -> bool:
     """Whether the function that called the caller of this one is Megatron's."""
-    return sys._getframe(2).f_globals.get("__name__", "").startswith(of)
+    return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core")
 
 
 def _without_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,40 +106,52 @@ def _patch_constructors() -> None:
 
 
 def _patch_tensors() -> None:
-    to, kind, single, softmax = torch.Tensor.to, torch.Tensor.type, torch.Tensor.float, torch.softmax
+    kind, softmax = torch.Tensor.type, torch.softmax
+    # torch.compile follows a method that it finds on the tensor, and none that a function holds.
+    torch.Tensor._to_as_it_was = torch.Tensor.to
 
     def to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args and _is_cuda(args[0]):
             args = (_CPU, *args[1:])
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
-        return to(self, *args, **kwargs)
+        return self._to_as_it_was(*args, **kwargs)
 
     def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found = kind(self, *args, **kwargs)
         # The optimizers sort parameters by names such as "torch.cuda.FloatTensor". Other callers get the truth.
         return found.replace("torch.", "torch.cuda.", 1) if not (args or kwargs) and _caller_is_megatron() else found
 
-    def in_float32(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # Megatron's cross entropy (of multi-token prediction) works in float32, which would end the agreement of
-        # float64 gradients at 1e-8. A copy, as the conversion makes one: the function overwrites it.
-        if self.dtype is torch.float64 and _caller_is_megatron(_CROSS_ENTROPY):
-            return self.clone()
-        return single(self, *args, **kwargs)
-
     def in_its_own_precision(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # The router computes its scores in float32 whatever the model's dtype, which would end that agreement too. A
-        # float64 model keeps float64 there; other dtypes are untouched.
+        # The router computes its scores in float32 whatever the model's dtype, which would end the agreement of float64
+        # gradients at 1e-8. A float64 model keeps float64 there; other dtypes are untouched.
         if kwargs.get("dtype") is torch.float32 and input.dtype is torch.float64 and _caller_is_megatron():
             kwargs["dtype"] = torch.float64
         return softmax(input, *args, **kwargs)
 
-    torch.Tensor.to = to_cpu
-    torch.Tensor.type = named
-    torch.Tensor.float = in_float32
     torch.softmax = in_its_own_precision
-    for name in ("cuda", "pin_memory"):
-        setattr(torch.Tensor, name, lambda self, *_, **__: self)
+    stay = {name: lambda self, *_, **__: self for name in ("cuda", "pin_memory")}
+    for name, method in {"to": to_cpu, "type": named, **stay}.items():
+        setattr(torch.Tensor, name, method)
+
+
+def _patch_cross_entropy() -> None:
+    """Megatron's cross entropy (of multi-token prediction) works in float32, which would end that agreement too."""
+    from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
+
+    largest = VocabParallelCrossEntropy.calculate_logits_max
+
+    def in_float64(vocab_parallel_logits: torch.Tensor) -> Any:
+        if vocab_parallel_logits.dtype is not torch.float64:
+            return largest(vocab_parallel_logits)
+        # For the length of this call ``float()`` leaves the dtype, and copies, as the function overwrites what it gets.
+        setattr(torch.Tensor, float.__name__, lambda self: self.clone())
+        try:
+            return largest(vocab_parallel_logits)
+        finally:
+            delattr(torch.Tensor, float.__name__)  # what it hid is the base class's
+
+    VocabParallelCrossEntropy.calculate_logits_max = staticmethod(in_float64)
 
 
 def _patch_torch_cuda() -> None:
@@ -237,4 +248,5 @@ def enable_cpu() -> None:
     _plain_bodies()
     _patch_constructors()
     _patch_tensors()
+    _patch_cross_entropy()
     _ENABLED = True
