@@ -2,9 +2,9 @@
 
 Every parameter, after Megatron's own schedule, wrapper and ``finalize_model_grads``, is held against the loss written
 from its formulas on the whole step in one process. A world of one, two, four and eight processes each visit layouts of
-`megatron_pgloss.verify.layouts.table` that take so many, under specs of `megatron_pgloss.verify.run.specs`: all those of
-two processes, those with three axes, and so many others as show every axis, flag, pair of axes, and every axis with
-every spec. An exhaustive run visits all under all; the last full run of ``verify`` is in docs/verified.md.
+`megatron_pgloss.verify.layouts.table` that take so many, under specs of `megatron_pgloss.verify.run.specs`: all of two
+processes, those with three axes, and so many others as show every axis, flag, pair of axes, and every axis with every
+spec. An exhaustive run visits all under all; the last full run of ``verify`` is in docs/verified.md.
 
 Error of a parameter: max |g - g0| / max(max |g0|, 1e-3 of the largest over all parameters).
 """

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import megatron_pgloss as pg
-from megatron_pgloss.logprobs.backends import backend_problem
+from megatron_pgloss.logprobs.rows.backends import backend_problem
 from worlds import world_fixture
 
 PROBLEM = backend_problem("compiled")
