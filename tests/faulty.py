@@ -126,7 +126,7 @@ BUILD = {
     "ids too short": Fault(swap(prompt_ids=["p"]), ("prompt_ids has the wrong length",)),
     "unknown termination": Fault(swap(terminations=lambda t: ["lost"] * len(t)), ("unknown termination",)),
     "unknown argument": Fault(swap(old_logprob=1.0), ("no argument 'old_logprob'", "did you mean 'old_logprobs'")),
-    "a list for a tensor": Fault(swap(advantages=[1.0]), ("advantages is not a tensor",)),
+    "text for a tensor": Fault(swap(advantages="high"), ("advantages is not a tensor",)),
 }
 # Found by the plan, which knows the spec.
 PLAN = {

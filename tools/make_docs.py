@@ -24,6 +24,7 @@ import megatron_pgloss as pg
 from megatron_pgloss import presets
 from megatron_pgloss.cli import _elsewhere, _example
 from megatron_pgloss.metrics import METRICS
+from megatron_pgloss.rollouts import STREAMS
 from megatron_pgloss.spec import AnyGate, division, parse
 from megatron_pgloss.spec.surrogates import AnySurrogate
 
@@ -129,6 +130,25 @@ def advantages() -> str:
     return rows("function | what it does", cells)
 
 
+def streams() -> str:
+    """The table of token streams."""
+    kinds = {"float": "float32/64", "log-prob": "float32/64, at most 0", "whole": "int64", "ids": "int64, k a token",
+             "flag": "bool"}  # fmt: skip
+    shapes = {"token": "[B, L]", "row": "a number, [B] or [B, L]"}
+    cells = [
+        (
+            f"`{row.argument}`", f"`{row.name}`", kinds[row.dtype],
+            "[B, L, k]" if row.dtype == "ids" else shapes[row.shape], f"{row.fill!r}", row.read_by,
+            "may be absent" if row.optional else "always there", row.help,
+        )
+        for row in STREAMS
+    ]  # fmt: skip
+    columns = (
+        "keyword | name | type | shape | at a row's end and padding | read by | in a batch | what it is, of a token"
+    )
+    return rows(columns, cells)
+
+
 def names() -> str:
     """What `import megatron_pgloss` gives, with the first sentence of each docstring."""
     cells = []
@@ -195,6 +215,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "normalizers": normalizers,
     "terminations": terminations,
     "advantages": advantages,
+    "streams": streams,
     "surrogates": surrogates,
     "gates": gates,
     "metrics": metrics,
