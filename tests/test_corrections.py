@@ -17,7 +17,7 @@ LOG2 = math.log(2)
 
 
 def ratios(*values: float) -> dict[str, Any]:
-    """``old`` with exactly the given ratios to the rollout stream, the greater of the two 0; token order, one a token."""
+    """``old`` with exactly the given ratios to the rollout stream, the greater of both 0; token order, one a token."""
     logs = [math.log(r) for r in values]
     return {"old_logprobs": [min(x, 0.0) for x in logs], "rollout_logprobs": [min(-x, 0.0) for x in logs]}
 

@@ -96,6 +96,8 @@ def _nested(name: str, value: Sequence[Any], floats: torch.dtype | None, at: str
                 where=f"{at}[{place}]", fix="fill the rows up, or lay them end to end for from_packed",
             )  # fmt: skip
     kinds = sorted({str(part.dtype) for part in parts})
+    if len(kinds) > 1 and floats is None:
+        return _nested(name, value, torch.float32, at)  # a row of floats makes floats of all
     if len(kinds) > 1:
         raise DataError(f"{name} has rows of different types", expected="one type", got=", ".join(kinds))
     return torch.stack(parts)
@@ -122,7 +124,7 @@ def _numbers(name: str, values: Sequence[Any], floats: torch.dtype | None, at: s
     dtype = torch.bool if bool in kinds else floats or (torch.float32 if float in kinds else torch.int64)
     try:
         found = torch.tensor(values, dtype=torch.float64 if dtype.is_floating_point else dtype)
-    except (OverflowError, RuntimeError):
+    except (OverflowError, RuntimeError, ValueError):
         raise DataError(f"{name} holds a number beyond int64", expected="a smaller number", where=at) from None
     if not dtype.is_floating_point:
         return found

@@ -91,7 +91,7 @@ def _checked(traces: Any) -> list[Trace]:
         if not isinstance(trace.sampler, Sampler) or trace.sampler.logprobs not in ("processed", "raw"):
             raise DataError(
                 "a trace has no known sampler", expected="Sampler(logprobs='processed' or 'raw')",
-                got=repr(trace.sampler)[:64], where=f"trace {row}",
+                got=repr(getattr(trace.sampler, "logprobs", trace.sampler))[:64], where=f"trace {row}",
             )  # fmt: skip
     return list(traces)
 
