@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from steps import NAN, refused
 
 import megatron_pgloss as pg
 
+ROOT = Path(__file__).resolve().parent.parent
 FORM: dict[str, Any] = {
     "tokens": [[1, 2, 3], [4, 5, 0]], "lengths": [3, 2], "action_mask": [[False, True, True], [False, True, False]],
 }  # fmt: skip
@@ -167,7 +169,8 @@ def test_numpy_is_not_needed_to_import_the_package() -> None:
     code = "import sys; sys.modules['numpy'] = None; import megatron_pgloss as pg; " + (
         "print(pg.TokenBatch.from_packed(tokens=[1, 2], lengths=[2], action_mask=[False, True]).targets_T.tolist())"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout == "[2, 0]\n", done.stderr
 
 

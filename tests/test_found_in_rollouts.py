@@ -10,7 +10,6 @@ import torch
 from steps import NAN, ONE, pictured, refused, solve
 
 import megatron_pgloss as pg
-from megatron_pgloss.planning.faults import ABOVE_ZERO
 from megatron_pgloss.rollouts import concatenate
 
 KL = pg.presets.grpo(old="given")
@@ -104,11 +103,11 @@ def test_a_log_prob_above_zero_is_refused_beyond_rounding(stream: str, dtype: to
         given = {"old_logprobs": -1.0, "ref_logprobs": -1.0} | {f"{stream}_logprobs": values}
         return pg.plan([pictured("cAAA", dtype=dtype, sample_ids=["s"], **given)], KL, split=ONE)
 
-    above = float(torch.nextafter(torch.tensor(ABOVE_ZERO, dtype=dtype), torch.tensor(1.0, dtype=dtype)))
+    above = float(torch.nextafter(torch.tensor(2.0**-10, dtype=dtype), torch.tensor(1.0, dtype=dtype)))
     for value in (1.4, above):
         words = (f"a log-prob above 0 inside component {part!r}", f"sample 's', token 2, stream {stream!r}", "(1 such")
         refused(pg.DataError, lambda value=value: planned(value), *words)
-    planned(ABOVE_ZERO)
+    planned(2.0**-10)
 
 
 def test_a_log_prob_above_zero_where_nobody_reads_is_anything() -> None:

@@ -63,8 +63,8 @@ def outside(batch: TokenBatch, spec: LossSpec) -> Tensor:
         ids_TK = batch.streams["kept"]
         out_T = (ids_TK >= 0).any(1) & ~(ids_TK == batch.targets_T[:, None]).any(1)
     read = {*spec.readers, *(["old"] if spec.old == "record" else [])}
-    for name in ("old", "rollout", "ref"):
-        if name in read and name in batch.streams:
+    for name in read & BY_NAME.keys() & batch.streams.keys():
+        if BY_NAME[name].dtype == "log-prob":
             out_T = out_T | (batch.streams[name] == -torch.inf)
     return out_T & batch.action_T
 
