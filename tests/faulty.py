@@ -126,7 +126,11 @@ BUILD = {
     "ids too short": Fault(swap(prompt_ids=["p"]), ("prompt_ids has the wrong length",)),
     "unknown termination": Fault(swap(terminations=lambda t: ["lost"] * len(t)), ("unknown termination",)),
     "unknown argument": Fault(swap(old_logprob=1.0), ("no argument 'old_logprob'", "did you mean 'old_logprobs'")),
-    "a list for a tensor": Fault(swap(advantages=[1.0]), ("advantages is not a tensor",)),
+    "text for a tensor": Fault(swap(advantages="high"), ("advantages is not a tensor",)),
+    "a meta tensor": Fault(swap(ref_logprobs=lambda r: r.to("meta")), ("ref_logprobs is a meta tensor",)),
+    "rows of two lengths": Fault(swap(versions=[[1, 2], [3]]), ("versions has rows of different lengths",)),
+    "an action in the padding": Fault(swap(lengths=lambda n: n - 1), ("action_mask is true outside of its row",)),
+    "no tokens": Fault(without("tokens"), ("from_padded has no tokens",)),
 }
 # Found by the plan, which knows the spec.
 PLAN = {

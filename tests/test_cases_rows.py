@@ -66,9 +66,12 @@ def test_labels_never_leak_over_the_border_of_padded_documents() -> None:
 
 
 def test_the_logical_end_of_a_padded_row_moves_with_the_shift() -> None:
-    """MLM-09: 5 tokens in 8 slots, of which 4 are predicted by the one before; 7 if the padding counted."""
+    """MLM-09: 5 tokens in 8 slots, of which 4 are predicted by the one before; 5 if the end did not move."""
     batch = pg.TokenBatch.from_padded(
-        tokens=torch.arange(8)[None], lengths=[5], action_mask=torch.tensor([[F] + [T] * 7]), advantages=torch.ones(1)
+        tokens=torch.arange(8)[None],
+        lengths=[5],
+        action_mask=torch.tensor([[F, T, T, T, T, F, F, F]]),
+        advantages=torch.ones(1),
     )
     (micro,) = pg.plan([batch], pg.presets.reinforce(), split=ONE).microbatches()
     assert micro.members("rl").tolist() == [[T] * 4 + [F] * 4]

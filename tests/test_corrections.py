@@ -17,8 +17,9 @@ LOG2 = math.log(2)
 
 
 def ratios(*values: float) -> dict[str, Any]:
-    """``old`` with the given ratios to a rollout stream of 0; token order, one a token."""
-    return {"old_logprobs": [math.log(r) for r in values], "rollout_logprobs": 0.0}
+    """``old`` with exactly the given ratios to the rollout stream, the greater of both 0; token order, one a token."""
+    logs = [math.log(r) for r in values]
+    return {"old_logprobs": [min(x, 0.0) for x in logs], "rollout_logprobs": [min(-x, 0.0) for x in logs]}
 
 
 def reinforce(*corrections: Any, normalizer: str = SUM, **more: Any) -> pg.LossSpec:
@@ -53,13 +54,13 @@ def test_importance_weights_of_every_level(level: Any, expected: list[float]) ->
 
 
 def test_a_product_is_bounded_once_and_not_token_by_token() -> None:
-    batch = pictured("cAA", old_logprobs=[0.0, 24.0, -24.0], rollout_logprobs=-1.0)
+    batch = pictured("cAA", old_logprobs=[0.0, -1.0, -49.0], rollout_logprobs=-26.0)
     # log-ratios 25 and -23: their sum is 2, which no bound of 20 touches.
     near(weights_of(batch, reinforce(pg.TruncatedIS(level="sequence", high=1e3))), [math.e**2] * 2, 1e-13)
 
 
 def test_a_weight_is_bounded_before_exp() -> None:
-    batch = pictured("cA", old_logprobs=25.0, rollout_logprobs=0.0)
+    batch = pictured("cA", old_logprobs=-1.0, rollout_logprobs=-26.0)
     for rule in (pg.TruncatedIS(high=1e12), pg.TruncatedIS(level="turn", high=1e12), pg.IcePop(high=1e12)):
         near(weights_of(batch, reinforce(rule)), [math.exp(20)])
         near(weights_of(batch, reinforce(rule, log_ratio_bound=3.0)), [math.exp(3)])
@@ -137,8 +138,8 @@ def test_statistics_run_over_the_tokens_as_sampled_whatever_the_masks() -> None:
     batch = pictured("cAA", masks={"keep": [True, False, True]}, **ratios(1, 2, 3))
     spec = reinforce(pg.TruncatedIS(level="sequence", high=10.0), masks=[pg.UserMask(name="keep")])
     near(weights_of(batch, spec), [6])
-    nowhere = pictured("cAA", masks={"keep": [True, False, True]}, old_logprobs=[0.0, math.nan, math.log(3)],
-                       rollout_logprobs=0.0)  # fmt: skip
+    nowhere = pictured("cAA", masks={"keep": [True, False, True]}, old_logprobs=[0.0, math.nan, 0.0],
+                       rollout_logprobs=[0.0, 0.0, -math.log(3)])  # fmt: skip
     near(weights_of(nowhere, spec), [3])  # what is not finite, and not trained, does not vote
     mean = spec.replace(corrections=[pg.TruncatedIS(level="geometric", high=10.0)])
     near(weights_of(batch, mean), [6**0.5], 1e-13)
@@ -295,9 +296,8 @@ def test_versions_of_spans_reach_their_tokens() -> None:
         return pg.Trace(spans=spans, advantage=1.0)
 
     batch = pg.TokenBatch.from_traces([trace(5, [6, 7]), trace(4)])
-    assert batch.versions_T is not None
-    assert batch.versions_T[batch.action_T].tolist() == [5, 5, 6, 7, 4, 4]
-    assert pg.TokenBatch.from_traces([trace(None)]).versions_T is None
+    assert batch.streams["versions"][batch.action_T].tolist() == [5, 5, 6, 7, 4, 4]
+    assert pg.TokenBatch.from_traces([trace(None)]).streams.get("versions") is None
     refused(pg.DataError, lambda: pg.TokenBatch.from_traces([trace(5, None)]), "version of policy spans", "some")
     refused(pg.DataError, lambda: pg.TokenBatch.from_traces([trace([5])]), "number of versions", "expected 2")
     old = {"spec": reinforce(pg.Veto())}

@@ -155,8 +155,8 @@ def test_the_sampler_s_numbers_are_one_or_one_a_row_or_one_a_token() -> None:
         and kept.add_target
         and kept.top_p.tolist()
         == [  # type: ignore[union-attr]
-            [0.8000000119209290] * 2 + [1.0] * 2,
-            [0.8000000119209290] * 2 + [1.0] * 2,
+            [0.8] * 2 + [1.0] * 2,
+            [0.8] * 2 + [1.0] * 2,
         ]
     )
 

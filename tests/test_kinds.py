@@ -22,14 +22,12 @@ from megatron_pgloss.spec import FAMILIES, LEVELS, Kind, kinds, latex, parse
 from megatron_pgloss.spec.divisors import DIVISORS, Divisor
 from megatron_pgloss.spec.kinds import Rule, name_of
 from megatron_pgloss.terms import corrections, gates
-from megatron_pgloss.verify import (
-    oracle_data,
-    oracle_gates,
-    oracle_losses,
-    oracle_rules,
-    oracle_sets,
-    oracle_surrogates,
-)
+from megatron_pgloss.verify.oracle import gates as oracle_gates
+from megatron_pgloss.verify.oracle import losses as oracle_losses
+from megatron_pgloss.verify.oracle import rules as oracle_rules
+from megatron_pgloss.verify.oracle import sets as oracle_sets
+from megatron_pgloss.verify.oracle import step as oracle_data
+from megatron_pgloss.verify.oracle import surrogates as oracle_surrogates
 
 ROOT = Path(__file__).resolve().parent.parent
 ALL = [(family, kind) for family, base in FAMILIES.items() for kind in kinds(base)]
@@ -47,10 +45,10 @@ ARITHMETIC = {
 ELSEWHERE = {"policy_gradient", "staleness"}
 """A policy gradient is its ratio and surrogate; `Staleness` reads versions, in `corrections.stale`."""
 ORACLE = {
-    "components": (oracle_losses.KINDS, "verify/oracle_losses.py"),
-    "surrogates": (oracle_surrogates.KINDS, "verify/oracle_surrogates.py"),
-    "gates": (oracle_gates.KINDS, "verify/oracle_gates.py"),
-    "corrections": (oracle_rules.KINDS, "verify/oracle_rules.py"),
+    "components": (oracle_losses.KINDS, "verify/oracle/losses.py"),
+    "surrogates": (oracle_surrogates.KINDS, "verify/oracle/surrogates.py"),
+    "gates": (oracle_gates.KINDS, "verify/oracle/gates.py"),
+    "corrections": (oracle_rules.KINDS, "verify/oracle/rules.py"),
 }
 ENGLISH = """
 alone and any at draw drawn drop each first geomean gradient in is its keep largest least mask most of on one or others
@@ -157,7 +155,7 @@ def test_the_oracle_knows_a_kind(family: str, kind: type[Kind]) -> None:
             spec = {"masks": [made(kind).model_dump(mode="json")]}
             oracle_sets.members_of("rl", {"kind": "policy_gradient"}, spec, STEP)
         except pg.SpecError as error:
-            pytest.fail(f"{kind.__name__} has no entry in the oracle, verify/oracle_sets.py: {error}")
+            pytest.fail(f"{kind.__name__} has no entry in the oracle, verify/oracle/sets.py: {error}")
     elif family in ORACLE and word not in ("term", "policy_gradient"):
         table, where = ORACLE[family]
         assert word in table, f"{kind.__name__} has no entry in the oracle, {where}"
@@ -209,7 +207,7 @@ def test_a_divisor_reads_prints_and_divides(kind: type[Divisor], word: str) -> N
     try:
         judged = [w for each in weights(rows, str(path)) for w in each]
     except pg.SpecError as error:
-        pytest.fail(f"{kind.__name__} has no entry in the oracle, verify/oracle_average.py: {error}")
+        pytest.fail(f"{kind.__name__} has no entry in the oracle, verify/oracle/average.py: {error}")
     assert mine == pytest.approx(judged, rel=1e-6), f"{kind.__name__}: the oracle divides by another number"
 
 

@@ -198,8 +198,9 @@ def test_nothing_outside_a_component_moves_a_weight(garbage: float) -> None:
 
     def plan(outside: float) -> pg.Plan:
         stream = [0.5 + 0.1 * k if inside else outside for k, inside in enumerate(real)]
-        names = ("advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs")
-        batch = pictured("cAAoAA", **dict.fromkeys(names, stream), masks={"keep": keep}, weights={"rl": stream})
+        names = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
+        logps = {key: [-x for x in stream] for key in names}
+        batch = pictured("cAAoAA", advantages=stream, **logps, masks={"keep": keep}, weights={"rl": stream})
         return pg.plan([batch], spec, split=ONE)
 
     one, two = plan(0.25), plan(garbage)

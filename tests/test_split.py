@@ -101,7 +101,7 @@ def matrix(left: bool) -> pg.TokenBatch:
     return pg.TokenBatch.from_padded(
         tokens=torch.arange(10, 28).reshape(3, 6),
         attention_mask=real,
-        action_mask=torch.ones(3, 6).bool() & (column >= 1 + real.int().argmax(1)[:, None]),
+        action_mask=real & (column >= 1 + real.int().argmax(1)[:, None]),
         advantages=torch.ones(3),
         temperature=0.5,
     )

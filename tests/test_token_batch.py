@@ -49,10 +49,10 @@ def padded_rows(rows: list[list[Any]], left: bool, width: int, fill: Any, dtype:
 
 
 def from_padded(left: bool = False, width: int = 8, **changes: Any) -> pg.TokenBatch:
-    """The two rows in a matrix whose padding is garbage."""
+    """The two rows in a matrix whose padding is garbage, but for the action mask, which may not mark any."""
     form = {
         "tokens": padded_rows(TOKENS, left, width, 99, torch.int64),
-        "action_mask": padded_rows(ACTION, left, width, 1, torch.bool),
+        "action_mask": padded_rows(ACTION, left, width, 0, torch.bool),
         "observation_mask": padded_rows(ANSWER, left, width, 0, torch.bool),
         "rollout_logprobs": padded_rows(MU, left, width, 7.0, torch.float32),
         "advantages": torch.tensor([0.5, -2.0]),
@@ -132,7 +132,7 @@ def test_position_t_is_about_the_token_after_it(data: st.DataObject) -> None:
     batch = pg.TokenBatch.from_padded(
         tokens=padded_rows(rows, left, width, 5, torch.int64).reshape(len(lengths), width),
         attention_mask=real.reshape(len(lengths), width),
-        action_mask=padded_rows(marks, left, width, True, torch.bool).reshape(len(lengths), width),
+        action_mask=padded_rows(marks, left, width, False, torch.bool).reshape(len(lengths), width),
         old_logprobs=padded_rows(values, left, width, NAN, torch.float64).reshape(len(lengths), width),
     )
     moved = {"targets_T": (rows, 0), "action_T": (marks, False), "old": (values, 0.0)}

@@ -26,12 +26,12 @@ def matrix(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     ("changes", "words"),
     [
         ({"tokens": matrix(torch.float32)}, ("tokens must be an integer tensor", "torch.float32")),
-        ({"tokens": [[1, 2]]}, ("tokens must be an integer tensor", "list")),
+        ({"tokens": "12"}, ("tokens is not a tensor", "str")),
         ({"tokens": matrix(torch.int64, 8)}, ("tokens has the wrong shape", "[8]")),
         ({"lengths": [6, 3, 1]}, ("lengths has the wrong shape", "[2]", "[3]")),
         ({"lengths": [6.5, 3.0]}, ("lengths must be whole numbers", "torch.float32")),
         ({"lengths": matrix(torch.bool, 2)}, ("lengths must be whole numbers", "torch.bool")),
-        ({"lengths": [[1], [2, 3]]}, ("lengths must be whole numbers",)),
+        ({"lengths": [[1], [2, 3]]}, ("lengths has rows of different lengths",)),
         ({"lengths": [6, -1]}, ("a length is negative", "-1", "row 1")),
         ({"lengths": [6, 9]}, ("a length is larger than the width", "<= 8", "9", "row 1")),
         ({"lengths": None}, ("either lengths or attention_mask",)),
@@ -46,7 +46,7 @@ def matrix(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         ),
         ({"advantages": matrix(torch.float32, 3)}, ("advantages has the wrong shape", "[2, 8] or [2]", "[3]")),
         ({"advantages": matrix(torch.int64, 2)}, ("advantages must be a float tensor", "torch.int64")),
-        ({"advantages": [1.0, 2.0]}, ("advantages is not a tensor", "list")),
+        ({"advantages": "high"}, ("advantages is not a tensor", "str")),
         (
             {"old_logprobs": matrix(torch.float32, 2)},
             ("old_logprobs has the wrong shape", "expected [2, 8];", "got [2]"),
@@ -77,7 +77,7 @@ def test_holes_in_the_attention_mask_are_refused_with_their_row(row: str) -> Non
         pg.DataError, lambda: from_padded(lengths=None, attention_mask=mask), "holes", "2 runs", "row 1", "from_packed"
     )
     words = ("attention_mask is not a tensor",)
-    refused(pg.DataError, lambda: from_padded(lengths=None, attention_mask=mask.tolist()), *words)
+    refused(pg.DataError, lambda: from_padded(lengths=None, attention_mask="11100000"), *words)
     wrong = mask[:, :6]
     refused(pg.DataError, lambda: from_padded(lengths=None, attention_mask=wrong), "attention_mask has the wrong shape")
 

@@ -18,9 +18,8 @@ import grimp
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "megatron_pgloss"
 KNOWN: dict[str, tuple[str, ...]] = {
-    "megatron_pgloss.planning": ("frozen kept sets", "plan report"),
-    "megatron_pgloss.rollouts": ("batch build traces",),
-    "megatron_pgloss.spec": ("equation loss_spec reads",),
+    "megatron_pgloss.planning": ("plan report",),
+    "megatron_pgloss.spec": ("component kinds", "consistency equation loss_spec reads", "policy_gradient surrogates"),
 }
 """Room to its circles, each the names of its parts in order."""
 

@@ -23,6 +23,7 @@ import megatron_pgloss as pg
 from megatron_pgloss import presets
 from megatron_pgloss.cli import _elsewhere, _example
 from megatron_pgloss.metrics import METRICS
+from megatron_pgloss.rollouts import STREAMS
 from megatron_pgloss.spec import FAMILIES, division, kinds, parse
 from megatron_pgloss.spec.divisors import DIVISORS
 
@@ -126,6 +127,25 @@ def advantages() -> str:
             first = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
             cells.append((f"`{name}`", first.replace("``", "`")))
     return rows("function | what it does", cells)
+
+
+def streams() -> str:
+    """The table of token streams."""
+    kinds = {"float": "float32/64", "log-prob": "float32/64, at most 0", "whole": "int64", "ids": "int64, k a token",
+             "flag": "bool"}  # fmt: skip
+    shapes = {"token": "[B, L]", "row": "a number, [B] or [B, L]"}
+    cells = [
+        (
+            f"`{row.argument}`", f"`{row.name}`", kinds[row.dtype],
+            "[B, L, k]" if row.dtype == "ids" else shapes[row.shape], f"{row.fill!r}", row.read_by,
+            "may be absent" if row.optional else "always there", row.help,
+        )
+        for row in STREAMS
+    ]  # fmt: skip
+    columns = (
+        "keyword | name | type | shape | at a row's end and padding | read by | in a batch | what it is, of a token"
+    )
+    return rows(columns, cells)
 
 
 def names() -> str:
@@ -232,6 +252,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "terminations": terminations,
     "advantages": advantages,
     "components": components,
+    "streams": streams,
     "surrogates": surrogates,
     "gates": gates,
     "masks": masks,

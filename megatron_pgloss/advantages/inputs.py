@@ -124,11 +124,10 @@ def finite(name: str, stream_T: Tensor, over_T: Tensor, batch: TokenBatch) -> No
     bad_T = over_T & ~stream_T.isfinite()
     if bool(bad_T.any()):
         position = int(bad_T.to(torch.int8).argmax())
-        row = int(torch.searchsorted(batch.cu_S1, position, right=True)) - 1
         raise DataError(
             f"{name} is not finite where it is read",
             got=f"{float(stream_T[position])} and {int(bad_T.sum()) - 1} more",
-            where=f"{batch.sample_name(row)}, token {position - int(batch.cu_S1[row]) + 1}",
+            where=batch.where(position),
         )
 
 

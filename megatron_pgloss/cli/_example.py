@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from megatron_pgloss.planning import Split, plan
 from megatron_pgloss.rollouts import TokenBatch
+from megatron_pgloss.rollouts.streams import BY_NAME
 from megatron_pgloss.spec import LossSpec
 
 LENGTHS = (100, 1000)
@@ -40,9 +42,9 @@ def batch_for(spec: LossSpec) -> TokenBatch:
         observation += [False] * (1 + first) + [True] * seen + [False] * (acted - first)
     total = len(action)
     minus = torch.full((total,), -1.0)
-    arguments = {"old": "old_logprobs", "rollout": "rollout_logprobs", "ref": "ref_logprobs", "returns": "returns",
-                 "values": "values"}  # fmt: skip
-    own = {name: torch.zeros(total) for name in spec.readers if name not in (*arguments, "advantages")}
+    read = [BY_NAME[name].argument for name in spec.readers if name in BY_NAME and name != "advantages"]
+    given: dict[str, Any] = dict.fromkeys(read, minus)
+    own = {name: torch.zeros(total) for name in spec.readers if name not in BY_NAME}
     weighted = [part.name for part in spec.components if part.divide_by == "weights"]
     return TokenBatch.from_packed(
         tokens=torch.zeros(total, dtype=torch.int64),
@@ -56,9 +58,9 @@ def batch_for(spec: LossSpec) -> TokenBatch:
         terminations=["success", "success"],
         masks={name: torch.ones(total, dtype=torch.bool) for name in sorted(spec.masks_read)},
         weights={name: torch.ones(total) for name in weighted},
-        **{argument: minus for name, argument in arguments.items() if name in spec.readers},
-        **({"streams": own} if own else {}),
-        **({"versions": torch.zeros(total, dtype=torch.int64)} if spec.version_readers else {}),
+        **given,
+        streams=own,
+        versions=0 if spec.version_readers else None,
     )
 
 

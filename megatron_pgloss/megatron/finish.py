@@ -12,7 +12,6 @@ from megatron_pgloss.errors import LayoutError, NonFiniteError
 from megatron_pgloss.megatron.layout import Layout
 from megatron_pgloss.metrics import Metric, fold
 from megatron_pgloss.planning import Plan
-from megatron_pgloss.planning.sets import where
 
 _TEXT = 64
 """int64 words of text for the place of a fault."""
@@ -81,7 +80,7 @@ def _place(mine: Mapping[str, Metric], plan: Plan) -> str:
     """Where this rank's first fault is, or the empty string."""
     for name, metric in mine.items():
         if name.endswith("/fault_at") and math.isfinite(float(metric.value)) and plan.batch is not None:
-            return f"component {name.split('/')[0]}, {where(plan.batch, int(metric.value), 'logits')}"
+            return f"component {name.split('/')[0]}, {plan.batch.where(int(metric.value), 'logits')}"
     return ""
 
 

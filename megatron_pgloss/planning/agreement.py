@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pgloss.errors import KINDS, LayoutError, PGLossError
+from megatron_pgloss.rollouts import streams
 
 ROW = 128
 HEAD = 32
@@ -161,22 +162,19 @@ def _streams(rows: Tensor) -> None:
         )
 
 
-OPTIONAL = (
-    "old", "rollout", "ref", "advantages", "temperature", "prompt_ids", "episode_ids", "sample_ids", "terminations",
-    "versions",
-)  # fmt: skip
+OPTIONAL = (*streams.OPTIONAL, "prompt_ids", "episode_ids", "sample_ids", "terminations")
+"""What a batch may lack, one presence bit each."""
 
 
 def presence(batch: Any) -> int:
     """Bits of `OPTIONAL` present in the batch, and above them a hash of its weights', masks' and own streams' names."""
     bits = 0
     for bit, name in enumerate(OPTIONAL):
-        field = "versions_T" if name == "versions" else name
-        there = name in batch.streams or getattr(batch, field, None) is not None
+        there = name in batch.streams or getattr(batch, name, None) is not None
         bits |= int(there) << bit
     own = sorted(set(batch.streams) - set(OPTIONAL))
     names = json.dumps([sorted(batch.weights), sorted(batch.masks), own])
-    return bits | (digest(names.encode()) >> 16 << 16)
+    return bits | (digest(names.encode()) >> len(OPTIONAL) << len(OPTIONAL))
 
 
 def digest(*parts: Any) -> int:
@@ -190,7 +188,6 @@ def digest(*parts: Any) -> int:
 def batch_digest(batch: Any) -> int:
     """A hash of everything in the batch that the loss reads."""
     tensors = [batch.tokens_T, batch.cu_S1, batch.action_T, batch.observation_T, batch.target_T, batch.turn_T]
-    tensors += [batch.versions_T] if batch.versions_T is not None else []
     for table in (batch.streams, batch.weights, batch.masks):
         tensors += [table[name] for name in sorted(table)]
     ids = repr((batch.prompt_ids, batch.episode_ids, batch.sample_ids, batch.terminations)).encode()

@@ -10,6 +10,7 @@ from megatron_pgloss.planning import agreement, kept_sets, normalizers, sets
 from megatron_pgloss.planning.agreement import FIELDS, HEAD, Ranks
 from megatron_pgloss.planning.keyed import KeyedRows
 from megatron_pgloss.planning.local import SLOTS, Local
+from megatron_pgloss.rollouts.streams import BY_NAME, FILL
 from megatron_pgloss.spec import LossSpec, PolicyGradient
 
 Counts = dict[str, dict[str, int | float]]
@@ -101,12 +102,13 @@ def token_table(
         "action": batch.action_T,
     }
     for name, stream_T in (batch.streams | kept_sets.at_actions(batch) | local.constants).items():
-        if name != "temperature":
-            table[name] = stream_T.to(dtype) if stream_T.is_floating_point() else stream_T
+        # What the log-prob pass reads stays as exact as it came.
+        of_loss = name not in BY_NAME or BY_NAME[name].read_by == "loss"
+        table[name] = stream_T.to(dtype) if of_loss and stream_T.is_floating_point() else stream_T
     if "temperature" in batch.streams:
         # Nobody trains on the other tokens, and what a sampler reports there may be 0.
         scored_T = batch.action_T | batch.target_T
-        table["temperature"] = torch.where(scored_T, batch.streams["temperature"], 1.0)
+        table["temperature"] = torch.where(scored_T, batch.streams["temperature"], FILL["temperature"])
     for c, part in enumerate(local.counts):
         name = part.tokens.component.name
         weight_T = normalizers.weights(c, part, found, totals)
@@ -126,10 +128,12 @@ def _empty_table(spec: LossSpec | None, dtype: torch.dtype, streams: int) -> dic
     none = torch.zeros(0, dtype=torch.int64)
     flag, number = torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=dtype)
     table = {"tokens": none, "targets": none, "turn": none, "action": flag}
-    table |= {name: number for bit, name in enumerate(agreement.OPTIONAL[:5]) if streams >> bit & 1}
+    there = [name for bit, name in enumerate(agreement.OPTIONAL) if streams >> bit & 1]
+    table |= {name: BY_NAME[name].empty(dtype) for name in there if name in BY_NAME}
     if spec is None:
         return table
-    table |= {name: number for name in spec.readers if name not in agreement.OPTIONAL}
+    for name in spec.readers:
+        table.setdefault(name, BY_NAME[name].empty(dtype) if name in BY_NAME else number)
     table |= {"recorded": flag} if spec.old == "record" else {}
     table |= {"interpolation": number} if spec.old == "interpolate" else {}
     for part in spec.components:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError, PGLossError
 from megatron_pgloss.planning import kept_sets
-from megatron_pgloss.planning.sets import ComponentSet, base, component_set, where
+from megatron_pgloss.planning.sets import ComponentSet, base, component_set
 from megatron_pgloss.planning.units import per_row
-from megatron_pgloss.rollouts import STREAMS, TokenBatch
+from megatron_pgloss.rollouts import TokenBatch
+from megatron_pgloss.rollouts.streams import BY_NAME, OPTIONAL, argument_of
 from megatron_pgloss.spec import LossSpec
 from megatron_pgloss.spec.levels import KEYED
 
-_ARGUMENT = {"old": "old_logprobs", "rollout": "rollout_logprobs", "ref": "ref_logprobs", "advantages": "advantages"}
+ABOVE_ZERO = 2.0**-10
+"""How far above 0 rounding can put a log-prob. In float32, log p = z - lse carries two roundings of half a unit in the
+last place, which add up to this for logits of 2^13. A float64 stream has the same bound: it often holds numbers that
+were computed in float32 (numpy and JSON widen them). A probability above 1.001 is no rounding, and a negative
+log-likelihood that was given for a log-prob lies far above."""
 
 
 def check(batch: TokenBatch, spec: LossSpec, *, vocab_size: int | None = None) -> list[ComponentSet]:
@@ -24,8 +31,8 @@ def check(batch: TokenBatch, spec: LossSpec, *, vocab_size: int | None = None) -
 
     Raises:
         DataError: names outside the spec, absent streams and ids, an action on a first token, tokens off the
-            vocabulary, temperature not positive, non-finite values inside a component, a sequence without a
-            member of any component, a second on-policy update.
+            vocabulary, temperature not positive, non-finite values or log-probs above 0 inside a component, a
+            sequence without a member of any component, a second on-policy update.
     """
     _names(batch, spec)
     _present(batch, spec)
@@ -70,11 +77,16 @@ def _names(batch: TokenBatch, spec: LossSpec) -> None:
 def _present(batch: TokenBatch, spec: LossSpec) -> None:
     for stream, readers in spec.readers.items():
         if stream not in batch.streams:
-            argument = _ARGUMENT.get(stream, f"streams={{{stream!r}: ...}}" if stream not in STREAMS else stream)
-            fix = f"give {argument}" + ("" if "=" in argument else "=")
+            if stream in BY_NAME and stream not in OPTIONAL:
+                raise DataError(
+                    f"needs= names {stream!r}, which every batch has", expected=f"{', '.join(OPTIONAL)}, or your own",
+                    got=f"needs=({stream!r},) of {', '.join(readers)}", fix=f"leave {stream!r} out of needs=",
+                )  # fmt: skip
+            argument = argument_of(stream)
+            expected, fix = f"{argument.rstrip('=')}, read by {', '.join(readers)}", f"give {argument}"
             if stream == "old":
                 fix += ", score them (step.score(..., into='old')), or set old='policy' in the spec"
-            raise DataError(f"{stream} is absent", expected=f"{argument}, read by {', '.join(readers)}", fix=fix)
+            raise DataError(f"{stream} is absent", expected=expected, fix=fix)
     for name, readers in spec.field_readers.items():
         if name != "versions" and getattr(batch, name) is None:  # `frozen.lags` looks at versions
             raise DataError(f"{name} are absent", expected=f"{name}=, read by {', '.join(readers)}")
@@ -88,10 +100,10 @@ def _present(batch: TokenBatch, spec: LossSpec) -> None:
 
 def _first_tokens(batch: TokenBatch) -> None:
     if bool(batch.first_action_S.any()):
-        row = int(batch.first_action_S.to(torch.int8).argmax())
+        first = int(batch.cu_S1[int(batch.first_action_S.to(torch.int8).argmax())])
         raise DataError(
             "the first token of a sequence is marked as an action, but nothing predicts it",
-            where=f"{batch.sample_name(row)}, token 0, stream 'action_mask'",
+            where=batch.where(first, "action_mask", read=True),
             fix="put a beginning-of-sequence token before it, or unmark it; masks are about tokens[i] itself",
         )
 
@@ -104,12 +116,11 @@ def _vocabulary(batch: TokenBatch, vocab_size: int | None) -> None:
         bad_T = (batch.tokens_T < 0) | (batch.tokens_T >= (top + 1 if vocab_size is None else vocab_size))
         at = int(bad_T.to(torch.int8).argmax())
         limit = "" if vocab_size is None else f" below {vocab_size}"
-        row = int(torch.searchsorted(batch.cu_S1, at, right=True)) - 1
         raise DataError(
             "a token lies off the vocabulary",
             expected=f"0 or more{limit}",
             got=int(batch.tokens_T[at]),
-            where=f"{batch.sample_name(row)}, token {at - int(batch.cu_S1[row])}, stream 'tokens'",
+            where=batch.where(at, "tokens", read=True),
         )
 
 
@@ -124,7 +135,7 @@ def _temperature(batch: TokenBatch) -> None:
             "temperature must be positive",
             expected="> 0 where the policy sampled",
             got=float(heat_T[at]),
-            where=where(batch, at, "temperature"),
+            where=batch.where(at, "temperature"),
             fix="greedy sampling has no log-prob to train on",
         )
 
@@ -152,12 +163,16 @@ def _finite(batch: TokenBatch, spec: LossSpec, sets: list[ComponentSet]) -> None
                     f"{part.name} divides by its weights, and one is negative or not finite",
                     expected=">= 0 at every counted token",
                     got=float(weight_T[at]),
-                    where=where(batch, at, f"weights[{part.name!r}]"),
+                    where=batch.where(at, f"weights[{part.name!r}]"),
                 )
         for name, stream_T in streams.items():
             if stream_T.dim() > 1:
                 continue  # read where the ids beside it are, which its reader knows
-            if not stream_T.numel() or bool(torch.stack(stream_T.aminmax()).isfinite().all()):
+            limit = ABOVE_ZERO if name in BY_NAME and BY_NAME[name].dtype == "log-prob" else math.inf
+            if not stream_T.numel():
+                continue
+            ends = torch.stack(stream_T.aminmax())
+            if bool(ends.isfinite().all() & (ends <= limit).all()):
                 continue
             bad_T = member_T & ~stream_T.isfinite()
             if bool(bad_T.any()):
@@ -166,8 +181,18 @@ def _finite(batch: TokenBatch, spec: LossSpec, sets: list[ComponentSet]) -> None
                     f"a non-finite value inside component {part.name!r}",
                     expected="finite values at its members",
                     got=f"{float(stream_T[at])} ({int(bad_T.sum())} such tokens)",
-                    where=where(batch, at, name),
+                    where=batch.where(at, name),
                     fix="mend the source, or mask the token; values outside a component never matter",
+                )
+            above_T = member_T & (stream_T > limit)
+            if bool(above_T.any()):
+                at = int(above_T.to(torch.int8).argmax())
+                raise DataError(
+                    f"a log-prob above 0 inside component {part.name!r}",
+                    expected=f"at most 0, but for rounding ({ABOVE_ZERO:g})",
+                    got=f"{float(stream_T[at])} ({int(above_T.sum())} such tokens)",
+                    where=batch.where(at, name),
+                    fix="give log-probs, not negative log-likelihoods; values outside a component never matter",
                 )
 
 
@@ -207,7 +232,7 @@ def _turns(batch: TokenBatch, spec: LossSpec, sets: list[ComponentSet]) -> None:
                 f"{part.name}'s {what} belongs to none",
                 expected="turn >= 0",
                 got=f"{int(lost_T.sum())} tokens before the first policy turn",
-                where=where(batch, at, "turn_ids"),
+                where=batch.where(at, "turn_ids"),
                 fix="give turn_ids=, or take those tokens out of the component",
             )
 

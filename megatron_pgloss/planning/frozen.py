@@ -85,7 +85,8 @@ def lags(batch: TokenBatch, version: int | None, reader: Any) -> Tensor:
     Raises:
         DataError: versions or the current version are absent, or a token was sampled by a later version.
     """
-    if batch.versions_T is None:
+    versions_T = batch.streams.get("versions")
+    if versions_T is None:
         raise DataError(
             "versions are absent", expected=f"versions=, read by {reader}", fix="give versions= [B] or [B, L]"
         )
@@ -94,15 +95,13 @@ def lags(batch: TokenBatch, version: int | None, reader: Any) -> Tensor:
             "the current version is absent", expected=f"an integer, read by {reader}",
             fix="plan(..., version=V) or step.begin(..., version=V): the version of the weights being trained",
         )  # fmt: skip
-    lag_T = torch.where(batch.action_T, version - batch.versions_T, 0)
+    lag_T = torch.where(batch.action_T, version - versions_T, 0)
     ahead_T = lag_T < 0
     if bool(ahead_T.any()):
-        from megatron_pgloss.planning.sets import where
-
         at = int(ahead_T.to(torch.int8).argmax())
         raise DataError(
             "a token was sampled by a later version than the current one",
-            expected=f"<= {version}", got=int(batch.versions_T[at]), where=where(batch, at, "versions"),
+            expected=f"<= {version}", got=int(versions_T[at]), where=batch.where(at, "versions"),
             fix="version= is that of the weights being trained",
         )  # fmt: skip
     return lag_T

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.rollouts import TokenBatch
-from megatron_pgloss.rollouts.batch import OFF
+from megatron_pgloss.rollouts.streams import BY_NAME, OFF
 from megatron_pgloss.spec import Component, LossSpec
 
 
@@ -34,8 +34,6 @@ def check_present(batch: TokenBatch, spec: LossSpec) -> None:
 
 def check_values(batch: TokenBatch, vocab_size: int | None = None) -> None:
     """Raise the first value that is none, where the policy sampled."""
-    from megatron_pgloss.planning.sets import where
-
     ids_TK, top_p, min_p = (batch.streams.get(name) for name in ("kept", "top_p", "min_p"))
     judged: list[tuple[str, str, Tensor]] = []
     if ids_TK is not None and vocab_size is not None:
@@ -50,8 +48,8 @@ def check_values(batch: TokenBatch, vocab_size: int | None = None) -> None:
             at = int(bad_T.to(torch.int8).argmax())
             got = batch.streams[name][at]
             raise DataError(
-                f"{'kept_sets' if name == 'kept' else name} is off its range", expected=expected,
-                got=int(got.max()) if name == "kept" else float(got), where=where(batch, at, name),
+                f"{BY_NAME[name].argument} is off its range", expected=expected,
+                got=int(got.max()) if name == "kept" else float(got), where=batch.where(at, name),
             )  # fmt: skip
 
 
@@ -65,8 +63,8 @@ def outside(batch: TokenBatch, spec: LossSpec) -> Tensor:
         ids_TK = batch.streams["kept"]
         out_T = (ids_TK >= 0).any(1) & ~(ids_TK == batch.targets_T[:, None]).any(1)
     read = {*spec.readers, *(["old"] if spec.old == "record" else [])}
-    for name in ("old", "rollout", "ref"):
-        if name in read and name in batch.streams:
+    for name in read & BY_NAME.keys() & batch.streams.keys():
+        if BY_NAME[name].dtype == "log-prob":
             out_T = out_T | (batch.streams[name] == -torch.inf)
     return out_T & batch.action_T
 
@@ -80,8 +78,6 @@ def leaving(batch: TokenBatch, spec: LossSpec, component: Component) -> Tensor |
 
 def check_inside(batch: TokenBatch, spec: LossSpec, member_T: Tensor) -> None:
     """Raise for a trained token outside its recorded set, where the spec refuses it."""
-    from megatron_pgloss.planning.sets import where
-
     if spec.kept is None or spec.kept.outside != "refuse" or spec.kept.source != "recorded":
         return
     bad_T = member_T & outside(batch, spec)
@@ -91,7 +87,7 @@ def check_inside(batch: TokenBatch, spec: LossSpec, member_T: Tensor) -> None:
             "a sampled token is outside the set that it was drawn from",
             expected="the target among its kept_sets",
             got=f"token {int(batch.targets_T[at])} ({int(bad_T.sum())} such tokens)",
-            where=where(batch, at, "kept_sets"),
+            where=batch.where(at, "kept_sets"),
             fix="mend the record, or KeptSet(outside='drop') or 'add'",
         )
 

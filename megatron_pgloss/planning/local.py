@@ -19,7 +19,7 @@ from megatron_pgloss.planning.frozen import Verdict, lags, verdicts
 from megatron_pgloss.planning.microbatch import Arrangement
 from megatron_pgloss.planning.split import Split, bins, round_up
 from megatron_pgloss.planning.taken import ended
-from megatron_pgloss.rollouts import Termination, TokenBatch, concatenate
+from megatron_pgloss.rollouts import STREAMS, Termination, TokenBatch, concatenate
 from megatron_pgloss.spec import LossSpec
 from megatron_pgloss.terms.corrections import interpolation
 
@@ -151,10 +151,16 @@ def head(local: Local, spec: LossSpec | None, arrangement: Arrangement, ranks: R
         "bin_rows": max((len(part) for part in local.parts), default=0),
         "bin_tokens": max(packed, default=0),
         "unit_rows": _unit_rows(local, spec),
-        "double": int(any(stream_T.dtype == torch.float64 for stream_T in batch.streams.values())),
+        "double": int(_double(batch)),
         "excluded": local.excluded,
         "actions": int(batch.action_T.sum()),
     }
+
+
+def _double(batch: TokenBatch) -> bool:
+    """Whether a stream of the loss is float64, and with it the loss; what the log-prob pass reads has no say."""
+    of_pass = {row.name for row in STREAMS if row.read_by != "loss"}
+    return any(stream_T.dtype == torch.float64 for name, stream_T in batch.streams.items() if name not in of_pass)
 
 
 def _unit_rows(local: Local, spec: LossSpec | None) -> int:

@@ -15,11 +15,9 @@ from torch import Tensor
 
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.planning.split import round_up
-from megatron_pgloss.rollouts.batch import OFF
+from megatron_pgloss.rollouts.streams import FILL
 from megatron_pgloss.spec import KeptSet
 from megatron_pgloss.terms.kept import Kept
-
-_FILL: dict[str, float] = {"temperature": 1.0, "seq": -1, "turn": -1, **OFF}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +81,7 @@ class MicroBatch:
         else:
             out_N = source_T.index_select(0, self._place("/clamped"))
         wide = source_T.dim() > 1
-        fill = _FILL.get(name, -1 if wide and not source_T.is_floating_point() else 0)
+        fill = FILL.get(name, -1 if wide and not source_T.is_floating_point() else 0)
         out_N = out_N.index_fill_(0, self._place("/padding"), fill)
         return out_N.reshape(*self.shape, *source_T.shape[1:]).to(self.device, non_blocking=True)
 

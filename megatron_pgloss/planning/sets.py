@@ -151,7 +151,7 @@ def _counted(batch: TokenBatch, component: Component, left_T: Tensor, fault_T: T
             f"{component.name}: a trained token is not in the set it counts ({component.count!r})",
             expected="members inside the count set",
             got=f"{int(outside_T.sum())} outside",
-            where=where(batch, position),
+            where=batch.where(position),
             fix=f"widen {component.count!r} or narrow the members by a UserMask",
         )
     return count_T
@@ -181,13 +181,6 @@ def live(batch: TokenBatch, tokens: ComponentSet) -> int:
     if not tokens.component.moves_at_zero_advantage:
         alive_T = alive_T & (batch.streams["advantages"] != 0)
     return int(alive_T.count_nonzero())
-
-
-def where(batch: TokenBatch, position: int, stream: str | None = None) -> str:
-    """``sample ..., position ... of the row, stream ...``: position is that of the target token in its row."""
-    row = int(torch.searchsorted(batch.cu_S1, position, right=True)) - 1
-    inside = position - int(batch.cu_S1[row]) + 1
-    return f"{batch.sample_name(row)}, token {inside}" + (f", stream {stream!r}" if stream else "")
 
 
 def _taken(batch: TokenBatch, mask: Mask) -> Tensor:

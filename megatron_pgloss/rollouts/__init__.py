@@ -1,8 +1,10 @@
 """From what a rollout engine hands over to aligned token streams."""
 
-from megatron_pgloss.rollouts.batch import STREAMS, Id, TokenBatch, concatenate
-from megatron_pgloss.rollouts.build import broken
+from megatron_pgloss.rollouts.batch import TokenBatch, broken
+from megatron_pgloss.rollouts.join import concatenate
+from megatron_pgloss.rollouts.place import Id
 from megatron_pgloss.rollouts.states import Author, Termination
+from megatron_pgloss.rollouts.streams import STREAMS, StreamSpec
 from megatron_pgloss.rollouts.traces import Sampler, Span, Trace
 
 __all__ = [
@@ -11,6 +13,7 @@ __all__ = [
     "Id",
     "Sampler",
     "Span",
+    "StreamSpec",
     "Termination",
     "TokenBatch",
     "Trace",

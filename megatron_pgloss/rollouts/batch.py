@@ -6,23 +6,26 @@ The shift from token order happens once, in `megatron_pgloss.rollouts.align`, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError, PGLossError
+from megatron_pgloss.rollouts import arrays, build, checks
+from megatron_pgloss.rollouts.arguments import PackedArguments, PaddedArguments, takes
+from megatron_pgloss.rollouts.place import Id, row_name, token_name
+from megatron_pgloss.rollouts.spans import fields_of_traces
 from megatron_pgloss.rollouts.states import Termination
+from megatron_pgloss.rollouts.streams import BY_NAME, OPTIONAL
+from megatron_pgloss.rollouts.traces import Trace
+from megatron_pgloss.spec import RoleTable
 
-Id = int | str
-_STREAM_DICTS = ("streams", "weights", "masks", "labels")
-_ROW_TUPLES = ("prompt_ids", "episode_ids", "sample_ids", "terminations")
-STREAMS = ("advantages", "old", "rollout", "ref", "values", "returns")
-"""Optional float streams; ``temperature`` is kept beside them because it shapes the log-probs."""
-OFF: dict[str, float] = {"kept": -1, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-"""Streams that say what the sampler could draw from, with the value that says: from the whole vocabulary."""
+STREAM_DICTS = ("streams", "weights", "masks", "labels")
+ROW_TUPLES = ("prompt_ids", "episode_ids", "sample_ids", "terminations")
 
 
 class UpdateRecord:
@@ -61,17 +64,15 @@ class TokenBatch:
     turn_T: Tensor
     """int64 [T]: turn of the target, -1 before the first policy turn."""
     streams: dict[str, Tensor] = field(default_factory=dict)
-    """float [T] each, names of `STREAMS`, ``temperature``, and the user's own; constants. Wide ones are [T, k]: int64
-    token ids with -1 where a token has fewer than k, and floats beside them; ``kept`` (the sampler's kept set) is one,
-    and ``top_k`` (int64 [T]), ``top_p``, ``min_p`` go with it."""
+    """The optional streams of the table (`megatron_pgloss.rollouts.streams`) that were given, by name, and the user's
+    own; constants, [T] each. Wide ones are [T, k]: int64 token ids with -1 where a token has fewer than k, or floats
+    beside them."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """float [T] per component name: the user's weights."""
     masks: dict[str, Tensor] = field(default_factory=dict)
     """bool [T] per name: the user's masks."""
-    versions_T: Tensor | None = None
-    """int64 [T]: version of the weights that sampled the target; read only at actions."""
     labels: dict[str, Tensor] = field(default_factory=dict)
-    """int16 [T]: ``role`` and ``author`` of each target as indices into ``words``, for people to read."""
+    """int32 [T]: ``role`` and ``author`` of each target as indices into ``words``, for people to read."""
     words: tuple[str, ...] = ()
     prompt_ids: tuple[Id, ...] | None = None
     episode_ids: tuple[Id, ...] | None = None
@@ -109,8 +110,18 @@ class TokenBatch:
         return predicts
 
     def sample_name(self, row: int) -> str:
-        """How errors and reports call a row."""
-        return f"sample {self.sample_ids[row]!r}" if self.sample_ids is not None else f"row {row}"
+        """How errors and reports call a row; a very long id is shortened."""
+        return row_name(row, self.sample_ids)
+
+    def where(self, position: int, stream: str | None = None, *, read: bool = False) -> str:
+        """``sample 'id', token 3, stream 'old'``: how errors say where a token lies.
+
+        Args:
+            position: in the streams, [T].
+            stream: what was looked at.
+            read: the token that the model reads there is meant, not the one predicted from there.
+        """
+        return token_name(self.cu_S1, position, self.sample_ids, stream, predicted=not read)
 
     def select(self, rows: Sequence[int]) -> TokenBatch:
         """These rows, in this order, as a batch; it shares the record of updates with the original."""
@@ -124,121 +135,111 @@ class TokenBatch:
             value = getattr(self, item.name)
             if item.name.endswith("_T"):
                 changes[item.name] = None if value is None else value[index_T]
-            elif item.name in _STREAM_DICTS:
+            elif item.name in STREAM_DICTS:
                 changes[item.name] = {name: stream[index_T] for name, stream in value.items()}
             elif item.name in ("offset_S", "first_action_S"):
                 changes[item.name] = value[picked]
-            elif item.name in _ROW_TUPLES and value is not None:
+            elif item.name in ROW_TUPLES and value is not None:
                 changes[item.name] = tuple(value[row] for row in rows)
         return replace(self, **changes)
 
-    def with_stream(self, name: str, stream_T: Tensor) -> TokenBatch:
-        """The same rows with the target-aligned constant stream ``name`` (``old``, ``rollout``, ``ref``) set.
+    def with_stream(self, name: str, stream_T: arrays.Array | Tensor | Sequence[Any]) -> TokenBatch:
+        """The same rows with a stream set: an optional one of the table (``old``, ``ref``, ...), or one of the user's
+        own that the batch has.
 
         Args:
-            stream_T: float32 or float64 [T], position t about ``targets_T[t]``.
+            name: of the stream.
+            stream_T: [T], or [T, k] where it is wide; already target-aligned, position t about ``targets_T[t]``. Its
+                type is that of the table: float32 or float64, int64, bool.
+
+        Raises:
+            DataError: there is no such stream, or shape or type do not fit.
         """
-        if name not in STREAMS and name not in self.streams:
-            raise DataError(f"no stream {name!r}", expected=", ".join(STREAMS))
-        if stream_T.dtype not in (torch.float32, torch.float64):
-            raise DataError(f"stream {name!r} has the wrong dtype", expected="float32 or float64", got=stream_T.dtype)
-        if stream_T.shape != self.tokens_T.shape:
+        if name not in OPTIONAL and name not in self.streams:
+            raise DataError(f"no stream {name!r}", expected=", ".join(OPTIONAL))
+        called, row = f"stream {name!r}", BY_NAME.get(name)
+        given = arrays.tensor(called, stream_T, torch.float32 if row is None else row.python_floats)
+        wide = given.dim() == 2 and (row is None or row.dtype == "ids")
+        if given.shape[:1] != self.tokens_T.shape or not (wide or given.dim() == 1):
             raise DataError(
-                f"stream {name!r} has the wrong length",
+                f"{called} has the wrong length",
                 expected=list(self.tokens_T.shape),
-                got=list(stream_T.shape),
+                got=list(given.shape),
             )
+        if given.dtype in (torch.bfloat16, torch.float16):
+            raise DataError(f"{called} has the wrong dtype", expected="float32 or float64", got=given.dtype)
+        kept = checks.own_stream(called, given) if row is None else checks.stream(row, given, name=called)
         # A constant by definition: nothing is differentiated through what the policy was.
-        return replace(self, streams={**self.streams, name: stream_T.detach().cpu()})
+        return replace(self, streams={**self.streams, name: kept})
 
     @classmethod
-    def from_padded(cls, **given: Any) -> TokenBatch:
-        """Rows of a padded ``[B, L]`` matrix; see `megatron_pgloss.rollouts.build.from_padded`."""
-        from megatron_pgloss.rollouts.build import from_padded
+    @takes(PaddedArguments)
+    def from_padded(cls, **given: Unpack[PaddedArguments]) -> TokenBatch:
+        """Build from a padded matrix; everything in token order: ``x[b, i]`` is about ``tokens[b, i]``.
 
-        return from_padded(**given)
+        The keywords are ``tokens`` and ``action_mask``; where the rows lie (``lengths`` [B], padded on the right, or
+        ``attention_mask`` [B, L], padded on either side, without holes); every other stream of the table in
+        docs/conventions.md; and what `megatron_pgloss.rollouts.arguments` has beside them: ids, terminations, and
+        weights, masks and streams that the caller names.
+
+        Tensors, numpy arrays and nested lists of numbers will do. Python's floats become float32; those of the sampler
+        (``temperature``, ``top_p``, ``min_p``) stay the float64 that they are.
+
+        Raises:
+            DataError: shapes, types, holes, masks that mark padding. In a world of several ranks the error is kept in
+                the batch and raised by `plan` on every rank, so that nobody hangs.
+        """
+        return _carrying(lambda: cls._of(build.padded(given)))
 
     @classmethod
-    def from_packed(cls, **given: Any) -> TokenBatch:
-        """Rows laid end to end in ``[T]``; see `megatron_pgloss.rollouts.build.from_packed`."""
-        from megatron_pgloss.rollouts.build import from_packed
-
-        return from_packed(**given)
+    @takes(PackedArguments)
+    def from_packed(cls, **given: Unpack[PackedArguments]) -> TokenBatch:
+        """Build from rows laid end to end; keywords as in `from_padded`, with ``[T]`` for ``[B, L]`` and ``[S]`` for
+        ``[B]``; ``lengths`` [S] sums to T.
+        """
+        return _carrying(lambda: cls._of(build.packed(given)))
 
     @classmethod
-    def from_traces(cls, traces: Sequence[Any], **given: Any) -> TokenBatch:
-        """Agent traces made of spans; see `megatron_pgloss.rollouts.traces.from_traces`."""
-        from megatron_pgloss.rollouts.traces import from_traces
+    def from_traces(cls, traces: Sequence[Trace], *, roles: RoleTable | None = None) -> TokenBatch:
+        """A batch of traces, one row each.
 
-        return from_traces(traces, **given)
+        Actions are the policy's tokens. Observations (the set O) are the environment's tokens after the first policy
+        turn, never the initial prompt; of them, those whose role is in ``roles.ce`` are targets (O') with that weight,
+        all with weight 1 where there is no table (ECHO 2605.24517). Copied tokens are neither.
 
+        Args:
+            traces: rows; every policy span of a batch carries log-probs, or none does.
+            roles: the spec's role table.
 
-def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch | None:
-    """One batch of all rows in order; None for no batches.
+        Raises:
+            DataError: numbers of another kind than they should be; log-probs missing in places, of the wrong length, or
+                raw while a temperature, top-k, top-p, min-p or a recorded set was active. Kept in the batch as by
+                `from_padded`.
+        """
+        return _carrying(lambda: cls._of(fields_of_traces(traces, roles)))
 
-    Raises:
-        DataError: a stream, mask, weight or id is given by some batches and absent in others.
-    """
-    batches = [batch for batch in batches if batch.fault is not None or len(batch)]
-    for batch in batches:
-        if batch.fault is not None:
-            raise batch.fault
-    if not batches:
-        return None
-    if len(batches) == 1:
-        return batches[0]
-    sizes = torch.tensor([0] + [int(batch.cu_S1[-1]) for batch in batches]).cumsum(0).tolist()
-    starts = [batch.cu_S1[1:] + base for batch, base in zip(batches, sizes, strict=False)]
-    words = tuple(dict.fromkeys(word for batch in batches for word in batch.words))
-    changes: dict[str, Any] = {
-        "cu_S1": torch.cat([torch.zeros(1, dtype=torch.int64), *starts]),
-        "records_S": sum((batch.records_S for batch in batches), ()),
-        "width": max(batch.width for batch in batches),
-        "words": words,
-    }
-    for item in fields(batches[0]):
-        values = [getattr(batch, item.name) for batch in batches]
-        if item.name == "labels":
-            values = [_reworded(batch, words) for batch in batches]
-        if item.name in changes:
-            continue
-        if item.name == "versions_T":
-            _all_or_none("versions", [value is not None for value in values])
-            changes[item.name] = None if values[0] is None else torch.cat(values)
-        elif item.name.endswith("_T") or item.name in ("offset_S", "first_action_S"):
-            changes[item.name] = torch.cat(values)
-        elif item.name in _STREAM_DICTS:
-            names = sorted({name for value in values for name in value})
-            if item.name == "labels":  # for people to read: those that every batch has
-                names = [name for name in names if all(name in value for value in values)]
-            for name in names:
-                _all_or_none(f"{item.name} {name!r}", [name in value for value in values])
-            changes[item.name] = {name: _joined([value[name] for value in values]) for name in names}
-        elif item.name in _ROW_TUPLES:
-            _all_or_none(item.name, [value is not None for value in values])
-            changes[item.name] = None if values[0] is None else sum(values, ())
-    return replace(batches[0], **changes)
+    @classmethod
+    def _of(cls, made: build.Fields) -> TokenBatch:
+        """A batch of rows that nobody has updated on."""
+        return cls(**made, records_S=tuple(UpdateRecord() for _ in range(made["cu_S1"].numel() - 1)))
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    """The parts end to end; wide ones filled up to the widest, ids with -1."""
-    if parts[0].dim() > 1:
-        width = max(part.size(1) for part in parts)
-        fill = 0 if parts[0].is_floating_point() else -1
-        parts = [torch.nn.functional.pad(part, (0, width - part.size(1)), value=fill) for part in parts]
-    return torch.cat(parts)
+def _carrying(make: Callable[[], TokenBatch]) -> TokenBatch:
+    # One rank that raises here would leave the others waiting in the plan's gather: there it is raised on all.
+    try:
+        return make()
+    except PGLossError as error:
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            raise
+        return broken(error)
 
 
-def _reworded(batch: TokenBatch, words: tuple[str, ...]) -> dict[str, Tensor]:
-    table = torch.tensor([words.index(word) for word in batch.words], dtype=torch.int16)
-    return {name: table[codes_T.long()] for name, codes_T in batch.labels.items()}
-
-
-def _all_or_none(name: str, present: list[bool]) -> None:
-    if any(present) and not all(present):
-        raise DataError(
-            f"{name} is given by some batches of this step and absent in others",
-            expected="all or none",
-            got=f"absent in batch {present.index(False)} of {len(present)}",
-            fix="give it for every batch",
-        )
+def broken(error: PGLossError) -> TokenBatch:
+    """A batch without rows that carries ``error`` to the plan."""
+    none_T, none_S = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    flag = torch.zeros(0, dtype=torch.bool)
+    return TokenBatch(
+        tokens_T=none_T, targets_T=none_T, cu_S1=torch.zeros(1, dtype=torch.int64), action_T=flag,
+        observation_T=flag, target_T=flag, turn_T=none_T, offset_S=none_S, first_action_S=flag, width=0,
+        device=torch.device("cpu"), records_S=(), fault=error,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Checks of what the caller hands over: shapes, dtypes, padding. Values are judged by the plan, where the spec is
+"""Checks of shapes, dtypes and padding of what the caller hands over. Values are judged by the plan, where the spec is
 known.
 """
 
@@ -11,58 +11,44 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError
-
-_ARGUMENTS = (
-    "tokens",
-    "lengths",
-    "attention_mask",
-    "action_mask",
-    "advantages",
-    "old_logprobs",
-    "rollout_logprobs",
-    "ref_logprobs",
-    "prompt_ids",
-    "episode_ids",
-    "sample_ids",
-    "turn_ids",
-    "observation_mask",
-    "values",
-    "returns",
-    "streams",
-    "kept_sets",
-    "top_k",
-    "top_p",
-    "min_p",
-    "weights",
-    "masks",
-    "temperature",
-    "terminations",
-    "versions",
-    "allow_low_precision",
-)
+from megatron_pgloss.rollouts import arrays
+from megatron_pgloss.rollouts.streams import StreamSpec
 
 
-def tokens(value: Any, shape: tuple[int | None, ...]) -> None:
-    """Integer tensor of the given shape (None: any extent)."""
-    if not isinstance(value, Tensor) or value.dtype not in (torch.int64, torch.int32):
-        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise DataError("tokens must be an integer tensor", expected="torch.int64", got=kind)
-    fits = value.dim() == len(shape) and all(w is None or w == g for w, g in zip(shape, value.shape, strict=True))
+def stream(row: StreamSpec, value: Tensor, low: Sequence[str] = (), name: str | None = None) -> Tensor:
+    """A stream in the dtype that the table gives it.
+
+    Args:
+        low: keywords that may come in low precision.
+        name: what errors call it; default: its keyword.
+    """
+    name = row.argument if name is None else name
+    if row.dtype == "flag":
+        return boolean(name, value)
+    if row.dtype == "ids":
+        return ids(name, value)
+    return whole(name, value) if row.dtype == "whole" else floating(name, value, low)
+
+
+def tokens(value: Any, shape: tuple[int | None, ...]) -> Tensor:
+    """int64 of the given shape (None: any extent)."""
+    found = arrays.tensor("tokens", value)
+    if found.dtype not in (torch.int64, torch.int32):
+        raise DataError("tokens must be an integer tensor", expected="torch.int64", got=found.dtype)
+    fits = found.dim() == len(shape) and all(w is None or w == g for w, g in zip(shape, found.shape, strict=True))
     if not fits:
         raise DataError(
             "tokens has the wrong shape",
             expected=["any" if extent is None else extent for extent in shape],
-            got=list(value.shape),
+            got=list(found.shape),
         )
+    return found.to(torch.int64)
 
 
 def lengths(value: Any, rows: int | None) -> Tensor:
     """int64 [S] of non-negative lengths."""
-    try:
-        given = torch.as_tensor(value, device="cpu")
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError("lengths must be whole numbers", expected="int64 [S] or a list of int") from error
-    # An empty list has no type of its own.
+    given = arrays.tensor("lengths", value)
+    # Nothing has no type of its own.
     lengths_S = whole("lengths", given) if given.numel() else given.to(torch.int64)
     if lengths_S.dim() != 1 or (rows is not None and lengths_S.numel() != rows):
         raise DataError(
@@ -73,11 +59,9 @@ def lengths(value: Any, rows: int | None) -> Tensor:
     return lengths_S
 
 
-def contiguous(attention_mask: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def contiguous(attention_mask: Any, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Lengths and offsets of the one unbroken run of every row."""
-    if not isinstance(attention_mask, Tensor):
-        raise DataError("attention_mask is not a tensor", expected="bool [B, L]", got=type(attention_mask).__name__)
-    mask_BL = boolean("attention_mask", attention_mask.detach().cpu())
+    mask_BL = boolean("attention_mask", arrays.tensor("attention_mask", attention_mask))
     if tuple(mask_BL.shape) != shape:
         raise DataError("attention_mask has the wrong shape", expected=list(shape), got=list(mask_BL.shape))
     lengths_S = mask_BL.sum(1)
@@ -100,14 +84,17 @@ def whole(name: str, value: Tensor) -> Tensor:
     """An integer tensor, as int64."""
     if value.dtype == torch.bool or value.is_floating_point() or value.is_complex():
         raise DataError(f"{name} must be whole numbers", expected="torch.int64", got=value.dtype)
-    return value.to(torch.int64)
+    found = value.to(torch.int64)
+    if value.dtype == torch.uint64 and found.numel() and int(found.min()) < 0:
+        raise DataError(f"{name} holds a number beyond int64", expected="torch.int64", got=value.dtype)
+    return found
 
 
 def boolean(name: str, value: Tensor) -> Tensor:
     """A bool tensor; 0/1 integers are read as such, anything else is refused."""
     if value.dtype == torch.bool:
         return value
-    if value.is_floating_point() or bool(((value != 0) & (value != 1)).any()):
+    if value.is_floating_point() or value.is_complex() or bool(((value != 0) & (value != 1)).any()):
         raise DataError(f"{name} must be bool", expected="torch.bool", got=value.dtype, fix=f"{name}.bool()")
     return value.bool()
 
@@ -141,32 +128,3 @@ def ids(name: str, value: Tensor) -> Tensor:
 def own_stream(name: str, value: Tensor) -> Tensor:
     """A stream of the user's own: floats, or several ids a token."""
     return ids(name, value) if value.dim() == 2 and not value.is_floating_point() else floating(name, value)
-
-
-def sampler(take: Any, more: dict[str, Any]) -> dict[str, Tensor]:
-    """What the sampler could draw from, in token order: recorded ids, or the numbers to recompute them with."""
-    found: dict[str, Tensor] = {}
-    kept = more.pop("kept_sets", None)
-    if kept is not None:
-        found["kept"] = ids("kept_sets", take("kept_sets", kept, wide=True))
-    for name in ("top_k", "top_p", "min_p"):
-        value = more.pop(name, None)
-        if value is None:
-            continue
-        if not isinstance(value, Tensor):
-            value = torch.full((take.rows,), value if name == "top_k" else float(value))
-        flat_T = take(name, value, per_row=True)
-        found[name] = whole(name, flat_T) if name == "top_k" else floating(name, flat_T)
-    return found
-
-
-def unknown_argument(name: str) -> DataError:
-    """An argument that no builder has."""
-    import difflib
-
-    close = difflib.get_close_matches(name, _ARGUMENTS, n=1)
-    return DataError(
-        f"no argument {name!r}",
-        expected=", ".join(_ARGUMENTS),
-        fix=f"did you mean {close[0]!r}?" if close else f"remove {name!r}",
-    )

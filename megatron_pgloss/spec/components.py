@@ -201,9 +201,7 @@ class Term(Function, Component):
         name: its name.
         fn: the function, or ``"pkg.mod:name"`` (the form that TOML can hold).
 
-    ``needs`` names the optional streams that ``fn`` reads (``old``, ``rollout``, ``ref``, ``advantage``,
-    ``entropy``, or one of the user's own): absent ones are then reported when the step is planned, and entropy is
-    computed.
+    ``needs`` names what ``fn`` reads beside the log-probs, as in `megatron_pgloss.spec.functions.Function`.
     """
 
     kind: Literal["term"] = "term"

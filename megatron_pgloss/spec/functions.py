@@ -18,9 +18,9 @@ StreamName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$", max_length
 class Function(Part):
     """A part that calls ``fn(x)``; ``x`` holds the streams of one micro-batch (`megatron_pgloss.objective.Streams`).
 
-    ``needs`` names the optional streams that ``fn`` reads (``old``, ``rollout``, ``ref``, ``advantage``, ``entropy``,
-    ``values``, ``returns``, or one of the user's own): absent ones are then reported when the step is planned, and
-    entropy is computed.
+    ``needs`` names the optional streams that ``fn`` reads (of the table in docs/conventions.md, ``advantage`` among
+    them, or of the user's own): absent ones are then reported when the step is planned. ``entropy`` there has the
+    entropy computed.
     """
 
     fn: Callable[[Any], Any] | str

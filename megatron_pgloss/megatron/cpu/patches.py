@@ -101,9 +101,9 @@ def _patch_constructors() -> None:
     """One by one: a mode that looks at every call of torch would take half the time of a step on a small model."""
     likes = {torch.empty_like, torch.full_like, torch.ones_like, torch.rand_like, torch.randn_like, torch.zeros_like}
     constructors: list[Any] = [*_device_constructors(), *likes]
-    for function in constructors:
-        if getattr(torch, function.__name__, None) is function:
-            setattr(torch, function.__name__, _without_cuda(function))
+    for name, function in [(function.__name__, function) for function in constructors]:
+        if hasattr(torch, name) and getattr(torch, name) is function:
+            setattr(torch, name, _without_cuda(function))
 
 
 def _patch_tensors() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_pgloss.rollouts import TokenBatch
+from megatron_pgloss.rollouts import STREAMS, TokenBatch
 from megatron_pgloss.spec import KeptSet, LossSpec
 from megatron_pgloss.verify.data.rows import (
     VOCAB,
@@ -19,8 +19,6 @@ from megatron_pgloss.verify.data.rows import (
     make_rows,
     tail_rows,
 )
-
-_STREAMS = ("old", "rollout", "ref", "advantages")
 
 
 def rows_of_step(seed: int = 0, model_fn: Any = None, *, tail: bool = False, **more: Any) -> list[Row]:
@@ -58,7 +56,7 @@ def rounded(rows: Sequence[Row], dtype: torch.dtype) -> list[Row]:
 
     return [
         row
-        | {name: cast(row[name]) for name in (*_STREAMS, "temperature")}
+        | {stream.name: cast(row[stream.name]) for stream in STREAMS if stream.is_float and stream.name in row}
         | {"wide": row["wide"] | {"teacher_logprobs": cast(row["wide"]["teacher_logprobs"])}}
         | {"sampler": row["sampler"] | {name: cast(row["sampler"][name]) for name in ("top_p", "min_p")}}
         | {"weights": {name: cast(values) for name, values in row["weights"].items()}}
@@ -89,24 +87,20 @@ def batch_of(
     taught = {}
     for name, kind in (("teacher_ids", torch.int64), ("teacher_logprobs", dtype)) if teacher else ():
         taught[name] = torch.tensor([value for row in rows for value in row["wide"][name]], dtype=kind)
-    sets: dict[str, torch.Tensor] = {}
+    sets: dict[str, Any] = {}
     if kept is not None and kept.source == "recorded":
         sets = {"kept_sets": torch.tensor([ids for row in rows for ids in row["wide"]["kept"]])}
     elif kept is not None:
         for name in ("top_k", "top_p", "min_p"):
             values = [value for row in rows for value in row["sampler"][name]]
             sets[name] = torch.tensor(values, dtype=torch.int64 if name == "top_k" else dtype)
-    heat = None if rows[0].get("temperature") is None else flat("temperature")
+    there = [stream for stream in STREAMS if stream.is_float and rows[0].get(stream.name) is not None]
+    streams: dict[str, Any] = {stream.argument: flat(stream.name) for stream in there}
     return TokenBatch.from_packed(
         tokens=torch.tensor([token for row in rows for token in row["tokens"]]),
         lengths=[len(row["tokens"]) for row in rows],
         action_mask=flags("action"),
         observation_mask=flags("observation"),
-        advantages=flat("advantages"),
-        old_logprobs=flat("old"),
-        rollout_logprobs=flat("rollout"),
-        ref_logprobs=flat("ref"),
-        temperature=heat,
         prompt_ids=[row["prompt"] for row in rows],
         episode_ids=[row["episode"] for row in rows],
         sample_ids=[row["name"] for row in rows],
@@ -117,6 +111,7 @@ def batch_of(
             name: torch.tensor([value for row in rows for value in row["weights"][name]], dtype=dtype)
             for name in weights
         },
+        **streams,
         **sets,
     )
 

@@ -29,13 +29,7 @@ def _next_row(right: Any, at: Place) -> Any:
 
 
 def _old_in_token_order(right: Any, at: Place) -> Any:
-    def wrong(take: Any, tokens: Any, action_mask: Any, offset_S: Any, width: int, more: dict[str, Any]) -> Any:
-        old = more.get("old_logprobs")
-        batch = right(take, tokens, action_mask, offset_S, width, more)
-        streams = batch.streams if old is None else {**batch.streams, "old": take("old_logprobs", old)}
-        return replace(batch, streams=streams)
-
-    return wrong
+    return lambda row, stream_T, shift: stream_T if row.name == "old" else right(row, stream_T, shift)
 
 
 def _masks_not_taken(right: Any, at: Place) -> Any:
@@ -177,7 +171,7 @@ PLAN_FAULTS = (
         imitates="a row's last position is trained on the first token of the row behind it", shows=EVERYWHERE,
     ),
     Fault(
-        name="old in token order", target="megatron_pgloss.rollouts.build:_assemble", make=_old_in_token_order,
+        name="old in token order", target="megatron_pgloss.rollouts.build:align", make=_old_in_token_order,
         imitates="labels are shifted, the old log-probs are not", shows=EVERYWHERE,
     ),
     Fault(
