@@ -95,8 +95,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         for world in worlds_of(session.items):
             RUN.submit(world)
         RUN.pump()
-    if found := lines.recorder():
-        session.config.stash[_LINES] = lines.Map(found)
+    if session.config.getoption("--lines"):
+        session.config.stash[_LINES] = lines.Map(lines.Recorder())
 
 
 _LINES = pytest.StashKey[Any]()

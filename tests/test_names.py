@@ -18,9 +18,8 @@ SAME_FILES = {
     "corrections": {"spec", "terms"},
     "gates": {"spec", "terms"},
     "inputs": {"advantages", "logprobs"},
-    "kept": {"planning", "spec", "terms"},
     "ratios": {"objective", "spec"},
-    "surrogates": {"objective", "spec"},
+    "streams": {"objective", "rollouts"},
 }
 """Names that are still shared, and by which rooms. The table holds exactly, so that it can only shrink."""
 

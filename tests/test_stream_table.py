@@ -12,7 +12,7 @@ from steps import ONE, pictured, refused
 import megatron_pgloss as pg
 from megatron_pgloss.planning import agreement
 from megatron_pgloss.rollouts import STREAMS, streams
-from megatron_pgloss.rollouts.arguments import PackedArguments, PaddedArguments
+from megatron_pgloss.rollouts.keywords import PackedArguments, PaddedArguments
 from megatron_pgloss.rollouts.streams import BY_NAME, OPTIONAL, StreamSpec
 from megatron_pgloss.verify.oracle import scene as oracle_scene
 

@@ -139,7 +139,7 @@ def by_suite(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         trial = judge.Trial(cases, args.jobs, args.timeout, args.budget)
         import pytest
 
-        pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:terminal"], plugins=[trial])
+        pytest.main(["-q", "-p", "no:cacheprovider"], plugins=[trial])
     if trial.unfit:
         raise SystemExit(f"fails without a mutant: {trial.unfit}")
     survivors = [case for number, case in enumerate(cases) if trial.fates[number].startswith("survived")]

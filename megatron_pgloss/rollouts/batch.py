@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_pgloss.errors import DataError, PGLossError
 from megatron_pgloss.rollouts import arrays, build, checks
-from megatron_pgloss.rollouts.arguments import PackedArguments, PaddedArguments, takes
+from megatron_pgloss.rollouts.keywords import PackedArguments, PaddedArguments, takes
 from megatron_pgloss.rollouts.place import Id, row_name, token_name
 from megatron_pgloss.rollouts.spans import fields_of_traces
 from megatron_pgloss.rollouts.states import Termination
@@ -179,7 +179,7 @@ class TokenBatch:
 
         The keywords are ``tokens`` and ``action_mask``; where the rows lie (``lengths`` [B], padded on the right, or
         ``attention_mask`` [B, L], padded on either side, without holes); every other stream of the table in
-        docs/conventions.md; and what `megatron_pgloss.rollouts.arguments` has beside them: ids, terminations, and
+        docs/conventions.md; and what `megatron_pgloss.rollouts.keywords` has beside them: ids, terminations, and
         weights, masks and streams that the caller names.
 
         Tensors, numpy arrays and nested lists of numbers will do. Python's floats become float32; those of the sampler

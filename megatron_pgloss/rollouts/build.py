@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.rollouts import checks
 from megatron_pgloss.rollouts.align import Shift, turns
-from megatron_pgloss.rollouts.arguments import PackedArguments, PaddedArguments, check_names
 from megatron_pgloss.rollouts.frame import Frame
+from megatron_pgloss.rollouts.keywords import PackedArguments, PaddedArguments, check_names
 from megatron_pgloss.rollouts.place import Id, token_name
 from megatron_pgloss.rollouts.states import Termination
 from megatron_pgloss.rollouts.streams import BY_ARGUMENT, STREAMS, StreamSpec, is_taken

@@ -28,7 +28,7 @@ _FURTHER = tuple(row.argument for row in STREAMS if row.optional and row.read_by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
+class _Stretch:
     """A span, read."""
 
     span: Span
@@ -96,7 +96,7 @@ def _checked(traces: Any) -> list[Trace]:
     return list(traces)
 
 
-def _read(trace: Trace, row: int, number: int) -> _Run:
+def _read(trace: Trace, row: int, number: int) -> _Stretch:
     span = trace.spans[number]
     name = row if trace.sample_id is None else short(trace.sample_id)
     place = f"trace {name}, span {number} of role {short(span.role)}"
@@ -113,7 +113,7 @@ def _read(trace: Trace, row: int, number: int) -> _Run:
             "a span has an unknown author", expected=known, got=repr(span.author)[:32], where=place
         ) from None
     tokens_n = _one_a_token(BY_NAME["tokens"], span.tokens, None, place)
-    return _Run(span=span, row=row, author=author, tokens_n=tokens_n, place=place)
+    return _Stretch(span=span, row=row, author=author, tokens_n=tokens_n, place=place)
 
 
 def _one_a_token(row: StreamSpec, value: Any, count: int | None, place: str) -> Tensor:
@@ -148,7 +148,7 @@ def _ids(called: str, given: Any) -> Tensor:
     return checks.ids(called, torch.stack(filled) if filled else torch.zeros(0, 0, dtype=torch.int64))
 
 
-def _streams(traces: list[Trace], runs: list[_Run]) -> dict[str, Tensor | None]:
+def _streams(traces: list[Trace], runs: list[_Stretch]) -> dict[str, Tensor | None]:
     """Every optional stream that traces, their samplers or their spans have, by its keyword."""
     sampled = _sampled(traces)
     found = {row.argument: _of_spans(row, runs) for row in STREAMS if row.optional and row.argument not in sampled}
@@ -164,7 +164,7 @@ def _streams(traces: list[Trace], runs: list[_Run]) -> dict[str, Tensor | None]:
     return found | sampled
 
 
-def _of_spans(row: StreamSpec, runs: list[_Run]) -> Tensor | None:
+def _of_spans(row: StreamSpec, runs: list[_Stretch]) -> Tensor | None:
     """One stream [T] from the spans that have it; None where none has."""
     field, words = _OWN.get(row.argument, ("", row.argument))
     parts: list[Tensor | None] = []
@@ -210,7 +210,7 @@ def _sampled(traces: list[Trace]) -> dict[str, Tensor | None]:
     return found
 
 
-def _processed(traces: list[Trace], runs: list[_Run]) -> None:
+def _processed(traces: list[Trace], runs: list[_Stretch]) -> None:
     """Refuse log-probs of the raw logits where tokens were drawn from another distribution."""
     for row, trace in enumerate(traces):
         if trace.sampler.logprobs == "processed":
