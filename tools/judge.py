@@ -74,14 +74,18 @@ class Trial:
     budget: float
     """Seconds of tests for one mutant, by the map."""
     fates: dict[int, str] = field(default_factory=dict)
-    unfit: str = ""
-    """What a killing test said of the code without a mutant; empty: they all pass."""
+    _judged: dict[str, bool] = field(default_factory=dict)
+    """Tests that killed to whether they pass without a mutant."""
+    _running: dict[int, _Running] = field(default_factory=dict)
+    _waiting: list[tuple[int, Case]] = field(default_factory=list)
+    _items: dict[str, pytest.Item] = field(default_factory=dict)
     _failing: int | None = None
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Try every mutant; the tests as they are must pass first."""
         items = {item.nodeid: item for item in session.items}
-        waiting, running = list(enumerate(self.cases)), {}
+        waiting, running = list(enumerate(self.cases)), self._running
+        self._waiting, self._items = waiting, items
         while waiting or running:
             while waiting and len(running) < self.jobs:
                 number, case = waiting.pop(0)
@@ -92,22 +96,22 @@ class Trial:
             for pid, one in list(running.items()):
                 self._look(pid, one, running)
             time.sleep(0.01)
-        self._check_the_judges(items)
         return True
 
-    def _check_the_judges(self, items: dict[str, pytest.Item]) -> None:
-        """A test that kills must pass on the code as it is."""
-        killers = sorted({fate.removeprefix("killed by ") for fate in self.fates.values()} & set(items))
-        case = self.cases[0]
-        same = Mutant(0, "unchanged", ast.parse(Path(str(case.module.__file__)).read_text(encoding="utf-8")))
-        unchanged = Case(file=case.file, module=case.module, mutant=same, tests=[(name, 0.0) for name in killers])
-        read, write = os.pipe()
-        pid = self._fork(items, unchanged, write)
-        os.close(write)
-        os.waitpid(pid, 0)
-        told = os.read(read, 1 << 16).decode()
-        if not told.startswith(f"survived {len(killers)} of"):
-            self.unfit = told
+    def _fit(self, name: str, case: Case) -> bool:
+        """Whether a test that killed passes on the code as it is. Asked once for each; others are left out."""
+        if name not in self._judged:
+            same = Mutant(0, "unchanged", ast.parse(Path(str(case.module.__file__)).read_text(encoding="utf-8")))
+            unchanged = Case(file=case.file, module=case.module, mutant=same, tests=[(name, 0.0)])
+            read, write = os.pipe()
+            pid = self._fork(self._items, unchanged, write)
+            os.close(write)
+            os.waitpid(pid, 0)
+            self._judged[name] = os.read(read, 1 << 16).decode().startswith("survived 1 of 1")
+            os.close(read)
+            if not self._judged[name]:
+                print(f"no judge, for it fails without a mutant: {name}", flush=True)
+        return self._judged[name]
 
     def _look(self, pid: int, one: _Running, running: dict[int, _Running]) -> None:
         done, _ = os.waitpid(pid, os.WNOHANG)
@@ -122,6 +126,10 @@ class Trial:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # worlds that a failed test left
         del running[pid]
+        killer = told.removeprefix("killed by ")
+        if killer in self._items and not self._fit(killer, self.cases[one.number]):
+            self._waiting.append((one.number, self.cases[one.number]))
+            return
         self.fates[one.number] = told or ("killed by time" if not done else "killed: the process ended")
         case = self.cases[one.number]
         print(
@@ -142,7 +150,7 @@ class Trial:
             self._failing = pipe
             chosen, spent = [], 0.0
             for name, seconds in case.tests:
-                if name in items and spent + seconds <= self.budget:
+                if name in items and self._judged.get(name, True) and spent + seconds <= self.budget:
                     chosen.append(items[name])
                     spent += seconds
             for item, following in zip(chosen, [*chosen[1:], None], strict=True):
