@@ -83,6 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         "--judge", action="append", help="arguments for pytest, or 'layouts'; may be repeated. 'suite': see judge.py"
     )
     parser.add_argument("--map", type=Path, help="for the suite: which tests execute a line (pytest --lines FILE)")
+    parser.add_argument("--again", type=Path, help="for the suite: what an earlier run's JSON does not call killed")
     parser.add_argument("--budget", type=float, default=60, help="for the suite: seconds of tests for a mutant")
     parser.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N mutants")
     parser.add_argument("--limit", type=int, metavar="N", help="at most N mutants")
@@ -126,13 +127,19 @@ def by_suite(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         parser.error("--judge suite needs --map")
     import judge
 
-    lines, cases = judge.LineMap(args.map.resolve()), []
+    lines, cases, again = judge.LineMap(args.map.resolve()), [], None
+    if args.again:
+        rows = json.loads(args.again.read_text())
+        again = {(row["file"], row["line"], row["change"]) for row in rows if not row["fate"].startswith("killed")}
     with tempfile.TemporaryDirectory() as folder:
         for file in args.file:
             module = warm(Path(folder), file)
             found = mutants((ROOT / "megatron_pgloss" / file).read_text(encoding="utf-8"))
             for one in found[args.skip :][: args.limit]:
-                cases.append(judge.Case(file=file, module=module, mutant=one, tests=lines.tests(file, one)))
+                first = " ".join(JUDGES.get(file, ()))
+                if again is None or (file, one.line, one.change) in again:
+                    tests = lines.tests(file, one, first)
+                    cases.append(judge.Case(file=file, module=module, mutant=one, tests=tests))
         from support.worlds import RUN
 
         RUN.method = "fork"  # a world is a fork of the mutant
