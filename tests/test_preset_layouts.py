@@ -68,15 +68,13 @@ CRITIC = "critic"
 
 
 def traits(spec: pg.LossSpec) -> set[str]:
-    """What a spec consists of, in words."""
+    """What a spec consists of, in words. Its surrogates work token by token: one layout says as much as another."""
     data = spec.to_dict()
     found = {f"old {data['old']}"} | {
         f"{part['kind']}" for key in ("gates", "corrections", "masks") for part in data[key]
     }
     for part in data["components"]:
-        found |= {part["kind"], f"normalizer {part['normalizer']}"}
-        found |= {f"{key} {part[key]}" for key in ("ratio", "estimator", "gradient", "on") if part.get(key)}
-        found |= {f"surrogate {part['surrogate']['kind']}"} if "surrogate" in part else set()
+        found |= {part["kind"], *(f"{key} {part[key]}" for key in ("ratio", "estimator") if part.get(key))}
     return found | ({"kept"} if data.get("kept") else set())
 
 
