@@ -37,6 +37,8 @@ from support.lines import Line, recorder
 
 SEATS = int(os.environ.get("PGLOSS_SEATS", "8"))
 """Ranks that may be alive at a time."""
+RESERVED = SEATS // 2
+"""Of these, seats that are free for a world that a test waits for: others begin there only while a test waits."""
 TIMEOUT = 300.0
 """Seconds that a world may take from its start. Other worlds and tests run beside it."""
 
@@ -206,9 +208,11 @@ class Run:
         self._fill()
 
     def _fill(self) -> None:
+        # While a test of one process runs, it has a core, and worlds the other; while one waits, they have all.
+        seats = SEATS if any(one.urgent for one in (*self.waiting, *self.running)) else SEATS - RESERVED
         for world in sorted(self.waiting, key=lambda one: not one.urgent):
             taken = sum(one.size for one in self.running)
-            if world.size <= SEATS - taken:
+            if world.size <= seats - taken:
                 self.waiting.remove(world)
                 world.start()
                 self.running.append(world)
