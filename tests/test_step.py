@@ -29,6 +29,8 @@ JOBS = {
 }
 ROW = 5
 NAME = "r5" + "\N{CJK UNIFIED IDEOGRAPH-8A13}" * 100
+SHOWN = "'r5" + NAME[-1] * 29 + "..." + NAME[-1] * 15 + "' (102 characters)"
+"""Of a name longer than 64 characters, quotes included: the first 32, the last 16, and how many it has."""
 TOKEN = jobs.rows_of_step(0)[ROW]["action"].index(True) + 1
 """Row and token of the step whose log-prob is made NaN: an action, not the first of its row; its name is long."""
 
@@ -253,7 +255,7 @@ def test_a_wrong_number_of_reports_is_an_error_everywhere(name: str, found: Any)
 def test_a_nan_inside_a_component_raises_on_every_rank(name: str, found: Any) -> None:
     kind, text = same(found, name, "raise", "error")
     assert kind == "NonFiniteError"
-    assert f"sample '{NAME}', token {TOKEN}, stream 'logits'" in text
+    assert f"sample {SHOWN}, token {TOKEN}, stream 'logits'" in text
     assert "at rank " in text
     assert "component rl" in text
     assert same(found, name, "raise", "finite")
