@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from support.cover import EXHAUSTIVE
 from support.programs import Ended, launch, torchrun
 from worlds import run_world, world_fixture
 
@@ -24,6 +25,8 @@ LAYOUTS = {
     "pp2 vpp2": ["--pp", "2", "--vpp", "2", "--per-token-loss"],
     "dp2": ["--tp", "1"],
 }
+MORE = ("cp2", "dp2")
+VISITED = {name: flags for name, flags in LAYOUTS.items() if EXHAUSTIVE or name not in MORE}
 EXPERTS = ["--experts", "4"]
 
 
@@ -96,7 +99,7 @@ def test_advantages_draws_and_dealing(helped: Any) -> None:
 @pytest.mark.slow
 def test_a_short_run_on_tp2_pp2_leaves_its_files(tmp_path: Path) -> None:
     flags = ["--iterations", "2", "--eval-every", "1", "--preset", "echo", "--out", str(tmp_path)]
-    printed = _run(torchrun, 4, *flags, folder=tmp_path)
+    printed = _run(torchrun if EXHAUSTIVE else launch, 4, *flags, folder=tmp_path)
     steps, iterations, (end,) = (_lines(tmp_path, kind) for kind in ("step", "iteration", "end"))
     assert "world size 4: tp 2 x pp 2 x vpp 1 x cp 1 x ep 1 x dp 1" in printed
     assert "0.05 ce" in printed
@@ -138,7 +141,7 @@ def test_a_resumed_run_takes_the_same_steps(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_no_layout_changes_what_is_drawn_or_learnt(tmp_path: Path, kind: str) -> None:
-    more, layouts = ([], LAYOUTS) if kind == "dense" else (EXPERTS, {"ep2": ["--ep", "2"]})
+    more, layouts = ([], VISITED) if kind == "dense" else (EXPERTS, {"ep2": ["--ep", "2"]})
     run_world(_visit, 1, tmp_path, {"one": more})
     run_world(_visit, 2, tmp_path, {name: [*more, *flags] for name, flags in layouts.items()})
     drawn = [json.loads(line) for line in (tmp_path / "one.jsonl").read_text().splitlines()]
