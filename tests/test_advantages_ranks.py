@@ -11,7 +11,7 @@ from steps import NAN
 from test_gae import several
 
 import megatron_pgloss as pg
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 pytestmark = pytest.mark.multiproc
 A = pg.advantages

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from faulty import GUILTY, dealt, outcome, padded, plan_faults
 
 import megatron_pgloss as pg
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 LIMIT = 20.0

@@ -16,7 +16,7 @@ from torch import Tensor
 import megatron_pgloss as pg
 from megatron_pgloss.megatron.context_parallel import shard
 from megatron_pgloss.planning import Arrangement
-from worlds import run_world
+from support.worlds import run_world
 
 ROWS = ("cAAoAAAo", "ccAAo", "cAoAAAAA", "cAA")
 TEXT = "".join(ROWS)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from steps import near, pictured
 
 import megatron_pgloss as pg
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 pytestmark = pytest.mark.multiproc
 

@@ -21,7 +21,7 @@ from jobs import Job
 
 import megatron_pgloss as pg
 from support.cover import EXHAUSTIVE
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 NAMES = [

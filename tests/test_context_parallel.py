@@ -18,7 +18,7 @@ from jobs import Job
 import megatron_pgloss as pg
 from megatron_pgloss.megatron.context_parallel import shard, zigzag
 from megatron_pgloss.planning import Arrangement
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 IGN = -100
 PACKED = pg.Split(max_tokens=32)

@@ -14,7 +14,7 @@ from steps import refused
 from torch import Tensor
 
 import megatron_pgloss as pg
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 T, V = 13, 29
 G = torch.linspace(-1, 1, T, dtype=torch.float64)

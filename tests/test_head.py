@@ -15,7 +15,7 @@ from torch import Tensor
 
 import megatron_pgloss as pg
 from megatron_pgloss.logprobs import linear_token_logprobs
-from worlds import run_world
+from support.worlds import run_world
 
 T, H, V = 24, 8, 37
 MODES = ("keep", "recompute", "forward")

@@ -20,7 +20,7 @@ from megatron_pgloss.verify.run.compare import worst
 from megatron_pgloss.verify.run.drive import build, leave, make_step, run_schedule
 from megatron_pgloss.verify.run.visit import visit
 from support.cover import EXHAUSTIVE
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 MODES = ("keep", "recompute", "forward", "auto")
 THD = Split(max_tokens=80)

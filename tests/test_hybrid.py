@@ -14,7 +14,7 @@ import pytest
 from jobs import Job
 
 import megatron_pgloss as pg
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(600)]
 THERE = importlib.util.find_spec("megatron.core.models.hybrid") is not None

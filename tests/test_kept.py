@@ -18,7 +18,7 @@ from megatron_pgloss.logprobs.kept.threshold import limits
 from megatron_pgloss.logprobs.vocab.order import RowOrder
 from megatron_pgloss.logprobs.vocab.shard import VocabShard
 from megatron_pgloss.terms.kept import Kept
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 T, V = 48, 64
 INF = float("inf")

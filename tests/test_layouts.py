@@ -22,7 +22,7 @@ import megatron_pgloss as pg
 from megatron_pgloss.verify.layouts.table import LAYOUTS, every_layout
 from megatron_pgloss.verify.run.specs import SPECS
 from support.cover import EXHAUSTIVE
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 TOLERANCE = 1e-10
 NAMES = [layout.name for layout in every_layout()]

@@ -19,7 +19,7 @@ from megatron_pgloss import TokenLogprobs, UnsupportedError, token_logprobs
 from megatron_pgloss.logprobs.rows import backends, eager
 from megatron_pgloss.logprobs.rows.backends import backend_problem, backend_report
 from support.cover import EXHAUSTIVE
-from worlds import run_world
+from support.worlds import run_world
 
 # Ranks that each start a pool of compilers would bring a small machine to its knees.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from logprob_cases import Case, assert_one_rounding, cases, dense
 
 from megatron_pgloss import LayoutError, token_logprobs
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 SIZES = [1, 2, 4]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]

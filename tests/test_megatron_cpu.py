@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from support.cover import pairs, visited
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 

@@ -9,7 +9,7 @@ import torch
 
 import megatron_pgloss as pg
 from megatron_pgloss.logprobs.rows.backends import backend_problem
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 PROBLEM = backend_problem("compiled")
 

@@ -21,7 +21,7 @@ from megatron_cpu_checks import (
     torch_is_untouched,
 )
 
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 

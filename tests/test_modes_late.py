@@ -19,7 +19,7 @@ from test_refusals import wrapped_by
 import megatron_pgloss as pg
 from megatron_pgloss import megatron as pgm
 from megatron_pgloss.verify.layouts.reshard import full_gradients
-from worlds import run_world
+from support.worlds import run_world
 
 SPLIT = pg.Split(sequences=2)
 SPEC = pg.presets.dapo()

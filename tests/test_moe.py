@@ -17,7 +17,7 @@ from jobs import Job
 from layouts import SP
 
 import megatron_pgloss as pg
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 EXPERTS = dict(experts=4, topk=2)

@@ -21,7 +21,7 @@ from layouts import DISTOPT, SP
 
 import megatron_pgloss as pg
 from support.cover import pairs, visited
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(600)]
 MODERN = tuple(int(part) for part in version("megatron-core").split(".")[:2]) >= (0, 19)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import megatron_pgloss as pg
 from data import Row
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 SPLIT = pg.Split(sequences=2)

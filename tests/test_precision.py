@@ -18,7 +18,7 @@ from layouts import SP
 
 import megatron_pgloss as pg
 from support.cover import pairs, visited
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

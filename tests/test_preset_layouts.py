@@ -19,7 +19,7 @@ from objectives import NO_MODEL, presets
 
 import megatron_pgloss as pg
 from support.cover import visited
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -24,7 +24,7 @@ import megatron_pgloss as pg
 from megatron_pgloss import megatron as pgm
 from megatron_pgloss.megatron import factors, modes
 from megatron_pgloss.megatron.layout import Layout
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 SPLIT = pg.Split(sequences=2)
 Chunks = list[Any]

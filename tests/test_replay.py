@@ -13,7 +13,7 @@ from replay_oracle import Recipe, trajectory
 import megatron_pgloss as pg
 from support.cover import EXHAUSTIVE
 from support.programs import launch
-from worlds import run_world
+from support.worlds import run_world
 
 ROOT = Path(__file__).parents[1]
 STEPS = 20 if EXHAUSTIVE else 8

@@ -12,7 +12,7 @@ from steps import near
 from torch import Tensor
 
 from megatron_pgloss.terms import UnitSums, running
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 VALUES = torch.sin(torch.arange(24, dtype=torch.float64) * 1.7) * 2
 VOTES = torch.tensor([k % 3 != 0 for k in range(24)])

@@ -19,7 +19,7 @@ from layouts import SP
 
 import megatron_pgloss as pg
 from data import Row
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 THD = pg.Split(max_tokens=96)

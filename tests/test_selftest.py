@@ -17,7 +17,7 @@ from megatron_pgloss.verify.faults.fault import CP, EVERYWHERE, NOWHERE, PP, TP,
 from megatron_pgloss.verify.faults.seen import Cell, SelfTest
 from support.cover import EXHAUSTIVE
 from support.programs import program_fixture
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 PLACE = Place(
     tp=1, cp=2, pp=1, vpp=1, dp=2, tp_rank=0, cp_rank=0, dp_rank=0, workers=2, per_token=False, packed=True,

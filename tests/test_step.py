@@ -18,7 +18,7 @@ from faulty import outcome
 from jobs import Job
 
 import megatron_pgloss as pg
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 JOBS = {

@@ -19,7 +19,7 @@ from jobs import Job
 import megatron_pgloss as pg
 from megatron_pgloss import megatron as pgm
 from megatron_pgloss.verify.layouts.reshard import full_gradients
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 LONGEST = 13
 """Of the step's rows, in tokens: odd, so that rounding shows."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_pgloss.terms import UnitSums, running
 from megatron_pgloss.terms.together import NotDeferrable, Placeholder, Together, rounds
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 Term = Callable[[Tensor, UnitSums], Tensor]
 UNITS, LENGTH = 3, 12

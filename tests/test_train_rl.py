@@ -13,7 +13,7 @@ import pytest
 
 from support.cover import EXHAUSTIVE
 from support.programs import Ended, launch, torchrun
-from worlds import run_world, world_fixture
+from support.worlds import run_world, world_fixture
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = ["--plain", "--hidden", "32", "--prompts", "4", "--group-size", "4", "--updates", "2", "--sequences", "4"]

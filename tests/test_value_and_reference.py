@@ -10,7 +10,7 @@ import pytest
 from jobs import Job
 
 import megatron_pgloss as pg
-from worlds import world_fixture
+from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 THD = pg.Split(max_tokens=80)

@@ -255,7 +255,7 @@ def _passes(stage: str) -> bool:
         import pytest
 
         return pytest.main([*shlex.split(stage), "-x", "-q", "-p", "no:cacheprovider"]) == 0
-    from worlds import run_world
+    from support.worlds import run_world
 
     try:
         return all(run_world(_clean, 4, timeout=100))

@@ -295,7 +295,8 @@ def _rank(rank: int, size: int, folder: str, timeout: float, fn: Callable, args:
         if grouped:
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
             store = dist.FileStore(str(Path(folder) / "store"), size)
-            limit = datetime.timedelta(seconds=timeout)
+            # The world's own deadline comes first: it says where every rank stood.
+            limit = datetime.timedelta(seconds=timeout + 60)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
         value = pickle.dumps(fn(rank, size, *args))
         if grouped:
