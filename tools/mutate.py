@@ -140,9 +140,7 @@ def by_suite(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
                 if again is None or (file, one.line, one.change) in again:
                     tests = lines.tests(file, one, first)
                     cases.append(judge.Case(file=file, module=module, mutant=one, tests=tests))
-        from support.worlds import RUN
-
-        RUN.method = "fork"  # a world is a fork of the mutant
+        _fork_worlds()
         trial = judge.Trial(cases, args.jobs, args.timeout, args.budget)
         import pytest
 
@@ -244,10 +242,10 @@ def _fork(module: ModuleType, mutant: Mutant, stages: list[str]) -> int:
 
 
 def _fork_worlds() -> None:
-    import torch.multiprocessing as mp
+    """Worlds are forks of the mutant, not of the warm process, which has the file as it is."""
+    from support.worlds import RUN
 
-    real = mp.get_context
-    mp.get_context = lambda kind=None: real("fork")
+    RUN.method = "fork"
 
 
 def _passes(stage: str) -> bool:
