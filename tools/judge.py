@@ -58,14 +58,16 @@ class LineMap:
         Args:
             file: below the package.
             mutant: of it.
-            first: names of test files whose tests go before the others.
+            first: names of test files whose tests go before the others, whether or not they run the line: a default or
+                a signature is read without being run.
         """
         start, end = mutant.lines
         names = {name for line in range(start, end + 1) for name in self._by_line.get((file, line), ())}
         names = {name for name in names or self._by_file.get(file, set()) if not name.startswith(IN_PROCESS)}
+        names |= {name for name in self.seconds if name.partition("::")[0] in first.split()}
         return sorted(
             ((name, self.seconds[name]) for name in names),
-            key=lambda one: (one[0].partition("::")[0] not in first, one[1], one[0]),
+            key=lambda one: (one[0].partition("::")[0] not in first.split(), one[1], one[0]),
         )
 
 
