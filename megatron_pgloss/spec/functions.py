@@ -26,6 +26,9 @@ class Function(Part):
     fn: Callable[[Any], Any] | str
     needs: tuple[StreamName, ...] = ()
 
+    def __init__(self, fn: Any = None, /, **data: Any) -> None:
+        super().__init__(**({} if fn is None else {"fn": fn}), **data)
+
     @field_validator("fn")
     @classmethod
     def _resolvable(cls, fn: Any) -> Any:

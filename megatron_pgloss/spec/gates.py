@@ -253,9 +253,6 @@ class Gate(Function, GateKind):
     kind: Literal["custom"] = "custom"
     example: ClassVar[Mapping[str, Any]] = {"fn": "torch:sigmoid"}
 
-    def __init__(self, fn: Any = None, /, **data: Any) -> None:
-        super().__init__(**({} if fn is None else {"fn": fn}), **data)
-
     @property
     def reads(self) -> tuple[str, ...]:
         """What it says that it needs."""

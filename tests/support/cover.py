@@ -40,13 +40,15 @@ def cover(
         cost: of a visit.
         always: visited whatever they show.
     """
-    chosen = [case for case in cases if any(case is one or case == one for one in always)]
-    left = set().union(*map(shows, cases)).difference(*map(shows, chosen))
+    shown = [shows(case) for case in cases]
+    kept = list(always)
+    chosen = {at for at, case in enumerate(cases) if case in kept}
+    left = set().union(*shown).difference(*(shown[at] for at in chosen))
     while left:
-        best = max(cases, key=lambda case: len(shows(case) & left) / cost(case))
-        chosen.append(best)
-        left -= shows(best)
-    return [case for case in cases if any(case is one for one in chosen)]
+        best = max(range(len(cases)), key=lambda at: len(shown[at] & left) / cost(cases[at]))
+        chosen.add(best)
+        left -= shown[best]
+    return [cases[at] for at in sorted(chosen)]
 
 
 def paired(
