@@ -17,7 +17,7 @@ from megatron_pgloss.logprobs.kept.radix import Rows, floats, keys
 from megatron_pgloss.logprobs.kept.threshold import limits
 from megatron_pgloss.logprobs.vocab.order import RowOrder
 from megatron_pgloss.logprobs.vocab.shard import VocabShard
-from megatron_pgloss.terms.kept import Kept
+from megatron_pgloss.maths.kept import Kept
 from support.worlds import world_fixture
 
 T, V = 48, 64

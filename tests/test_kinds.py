@@ -17,11 +17,10 @@ from oracle_cases import row, weights
 import megatron_pgloss as pg
 from megatron_pgloss.metrics import METRICS
 from megatron_pgloss.objective import auxiliary, decisions, surrogates
-from megatron_pgloss.planning import taken
+from megatron_pgloss.rules import corrections, gates, masks
 from megatron_pgloss.spec import FAMILIES, LEVELS, Kind, kinds, latex, parse
 from megatron_pgloss.spec.divisors import DIVISORS, Divisor
 from megatron_pgloss.spec.kinds import Rule, name_of
-from megatron_pgloss.terms import corrections, gates
 from megatron_pgloss.verify.oracle import gates as oracle_gates
 from megatron_pgloss.verify.oracle import losses as oracle_losses
 from megatron_pgloss.verify.oracle import rules as oracle_rules
@@ -38,9 +37,9 @@ PAGE = {"masks": "conventions.md", "corrections": "conventions.md"}
 ARITHMETIC = {
     "components": (auxiliary.TERMS, "objective/auxiliary.py: TERMS"),
     "surrogates": (surrogates.SURROGATES, "objective/surrogates.py: SURROGATES"),
-    "gates": (gates.PASSES | decisions.DECIDE, "terms/gates.py: PASSES, or objective/decisions.py: DECIDE"),
-    "corrections": (corrections.APPLY, "terms/corrections.py: APPLY"),
-    "masks": (taken.TAKEN, "planning/taken.py: TAKEN"),
+    "gates": (gates.PASSES | decisions.DECIDE, "rules/gates.py: PASSES, or objective/decisions.py: DECIDE"),
+    "corrections": (corrections.APPLY, "rules/corrections.py: APPLY"),
+    "masks": (masks.TAKEN, "rules/masks.py: TAKEN"),
 }
 ELSEWHERE = {"policy_gradient", "staleness"}
 """A policy gradient is its ratio and surrogate; `Staleness` reads versions, in `corrections.stale`."""

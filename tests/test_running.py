@@ -11,7 +11,7 @@ import torch.distributed as dist
 from steps import near
 from torch import Tensor
 
-from megatron_pgloss.terms import UnitSums, running
+from megatron_pgloss.maths import UnitSums, running
 from support.worlds import world_fixture
 
 VALUES = torch.sin(torch.arange(24, dtype=torch.float64) * 1.7) * 2

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pgloss.terms import UnitSums, running
-from megatron_pgloss.terms.together import NotDeferrable, Placeholder, Together, rounds
+from megatron_pgloss.maths import UnitSums, running
+from megatron_pgloss.maths.together import NotDeferrable, Placeholder, Together, rounds
 from support.worlds import world_fixture
 
 Term = Callable[[Tensor, UnitSums], Tensor]

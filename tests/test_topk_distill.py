@@ -11,11 +11,11 @@ from steps import ONE, near, pictured, refused
 from torch import Tensor
 
 import megatron_pgloss as pg
+from megatron_pgloss.maths.topk import log_mass, topk_divergence
 from megatron_pgloss.megatron.conditions import Setup
 from megatron_pgloss.megatron.modes import refuse
 from megatron_pgloss.metrics import merge_all
 from megatron_pgloss.objective.measure import names
-from megatron_pgloss.terms.topk import log_mass, topk_divergence
 
 KINDS = [("forward", "drop"), ("forward", "renormalize"), ("reverse", "renormalize")]
 ROWS = ("cAAo", "ccAAAo", "cA")

@@ -2,8 +2,8 @@
 
     python tools/mutate.py --file planning/normalizers.py
     python tools/mutate.py --file megatron/step.py --jobs 2 --limit 40 --json found.json
-    python tools/mutate.py --file terms/segments.py --judge "tests/test_streams.py"
-    python tools/mutate.py --file terms/segments.py --file megatron/step.py --judge suite --map lines.json
+    python tools/mutate.py --file maths/segments.py --judge "tests/test_streams.py"
+    python tools/mutate.py --file maths/segments.py --file megatron/step.py --judge suite --map lines.json
 
 Works on a temporary copy of package and tests. Everything heavy is imported once; each mutant is a fork of that
 process, with the mutant's code in place of the functions', and worlds of processes are forks of the fork. A mutant is
@@ -56,11 +56,11 @@ JUDGES = {
         "tests/test_objectives_oracle.py",
     ),
     "objective/grouped.py": ("tests/test_statistics.py", "tests/test_objectives_oracle.py"),
-    "terms/corrections.py": ("tests/test_corrections.py", "tests/test_objectives_oracle.py tests/test_old_sources.py"),
-    "terms/gates.py": ("tests/test_gates.py", "tests/test_objectives_oracle.py"),
-    "terms/estimators.py": ("tests/test_objective.py tests/test_kl_enumeration.py", "tests/test_objectives_oracle.py"),
-    "terms/running.py": ("tests/test_running.py", "tests/test_axes.py tests/test_context_parallel.py"),
-    "terms/topk.py": ("tests/test_topk_distill.py",),
+    "rules/corrections.py": ("tests/test_corrections.py", "tests/test_objectives_oracle.py tests/test_old_sources.py"),
+    "rules/gates.py": ("tests/test_gates.py", "tests/test_objectives_oracle.py"),
+    "maths/estimators.py": ("tests/test_objective.py tests/test_kl_enumeration.py", "tests/test_objectives_oracle.py"),
+    "maths/running.py": ("tests/test_running.py", "tests/test_axes.py tests/test_context_parallel.py"),
+    "maths/topk.py": ("tests/test_topk_distill.py",),
     "logprobs/logits/chosen.py": ("tests/test_chosen.py", "tests/test_logprobs_parallel.py"),
 }  # fmt: skip
 """File to stages of tests, the quickest first."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron_pgloss.advantages.exchange import exchange
 from megatron_pgloss.advantages.inputs import Ids, Key, finite, merge
 from megatron_pgloss.errors import DataError
+from megatron_pgloss.maths import bounded, k1, k2, k3
 from megatron_pgloss.rollouts import Termination, TokenBatch
-from megatron_pgloss.terms import bounded, k1, k2, k3
 
 _ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_pgloss.maths import bounded, k1, k2, k3
+from megatron_pgloss.maths.topk import topk_divergence
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.objective.users import checked
 from megatron_pgloss.spec import KL, Term, TopKDistill, Value
-from megatron_pgloss.terms import bounded, k1, k2, k3
-from megatron_pgloss.terms.topk import topk_divergence
 
 Found = tuple[Tensor, Tensor | None]
 """A term, float [N], and where the clip of a value loss decided it, bool [N], or None."""

@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError
+from megatron_pgloss.maths import UnitSums
 from megatron_pgloss.objective import ratios
 from megatron_pgloss.objective.grouped import group_terms
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.planning import MicroBatch, Plan
 from megatron_pgloss.planning.select import Job, draws
+from megatron_pgloss.rules import corrections, gates
 from megatron_pgloss.spec import (
     Component,
     CovarianceGate,
@@ -33,7 +35,6 @@ from megatron_pgloss.spec import (
     SecondMomentGate,
     TruncatedIS,
 )
-from megatron_pgloss.terms import UnitSums, corrections, gates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError
+from megatron_pgloss.maths import selected
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.planning import MicroBatch
+from megatron_pgloss.rules import corrections, gates
 from megatron_pgloss.spec import Component, LossSpec, TruncatedIS
-from megatron_pgloss.terms import corrections, gates, selected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.logprobs import TokenLogprobs
+from megatron_pgloss.maths import finite, flags, selected
+from megatron_pgloss.maths.together import NotDeferrable, Together, rounds
 from megatron_pgloss.metrics import Metric
 from megatron_pgloss.objective import ratios
 from megatron_pgloss.objective.auxiliary import TERMS
@@ -20,8 +22,6 @@ from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.objective.surrogates import SURROGATES
 from megatron_pgloss.planning import MicroBatch
 from megatron_pgloss.spec import Component, LossSpec, PolicyGradient
-from megatron_pgloss.terms import finite, flags, selected
-from megatron_pgloss.terms.together import NotDeferrable, Together, rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_pgloss.maths import bounded, flags, k3, selected
+from megatron_pgloss.maths.topk import log_mass
 from megatron_pgloss.metrics import Metric
 from megatron_pgloss.objective.late import Late
 from megatron_pgloss.objective.streams import Streams
@@ -22,8 +24,6 @@ from megatron_pgloss.spec import (
     TopKDistill,
     Value,
 )
-from megatron_pgloss.terms import bounded, flags, k3, selected
-from megatron_pgloss.terms.topk import log_mass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megatron_pgloss.maths import bounded
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.objective.users import checked
 from megatron_pgloss.spec import CustomRatio, Ratio
 from megatron_pgloss.spec.ratios import AnyRatio
-from megatron_pgloss.terms import bounded
 
 
 def log_ratio(axis: AnyRatio | None, x: Streams) -> Tensor:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError
+from megatron_pgloss.maths import bounded, finite, flags, selected
 from megatron_pgloss.objective.unit_statistics import Over, UnitStatistics
 from megatron_pgloss.planning import MicroBatch
 from megatron_pgloss.spec import Component, LossSpec
-from megatron_pgloss.terms import bounded, finite, flags, selected
 
 __all__ = ["Over", "Streams"]
 _FIX = {"advantages": "advantage"}

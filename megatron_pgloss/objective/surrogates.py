@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_pgloss.maths import bounded, flags, selected
 from megatron_pgloss.objective.grouped import group_streams
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.objective.users import checked
 from megatron_pgloss.spec import CISPO, DRO, FIPO, GMPO, REAL, SAPO, TOPR, VESPO, Clip, Surrogate
-from megatron_pgloss.terms import bounded, flags, selected
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import SpecError
+from megatron_pgloss.maths import UnitSums, running
 from megatron_pgloss.planning import MicroBatch
-from megatron_pgloss.terms import UnitSums, running
 
 Over = Literal["sampled", "members"]
 

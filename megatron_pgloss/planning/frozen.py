@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError
+from megatron_pgloss.maths import UnitSums
 from megatron_pgloss.planning.units import turns_of
 from megatron_pgloss.rollouts import TokenBatch
+from megatron_pgloss.rules import corrections
 from megatron_pgloss.spec import LossSpec, Staleness, TruncatedIS
-from megatron_pgloss.terms import UnitSums, corrections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

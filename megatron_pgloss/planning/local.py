@@ -18,10 +18,10 @@ from megatron_pgloss.planning.agreement import Ranks
 from megatron_pgloss.planning.frozen import Verdict, lags, verdicts
 from megatron_pgloss.planning.microbatch import Arrangement
 from megatron_pgloss.planning.split import Split, bins, round_up
-from megatron_pgloss.planning.taken import ended
 from megatron_pgloss.rollouts import STREAMS, Termination, TokenBatch, concatenate
+from megatron_pgloss.rules.corrections import interpolation
+from megatron_pgloss.rules.masks import ended
 from megatron_pgloss.spec import LossSpec
-from megatron_pgloss.terms.corrections import interpolation
 
 SLOTS = ("base", "members", "live", "sequence", "turn", "token")
 """Counts of a component in a row; the tokens each rule took out follow them."""

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError
+from megatron_pgloss.maths.kept import Kept
 from megatron_pgloss.planning.split import round_up
 from megatron_pgloss.rollouts.streams import FILL
 from megatron_pgloss.spec import KeptSet
-from megatron_pgloss.terms.kept import Kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_pgloss.maths import selected
 from megatron_pgloss.planning.keyed import KeyedRows
 from megatron_pgloss.planning.sets import ComponentSet
 from megatron_pgloss.planning.units import Units, per_row, per_unit
 from megatron_pgloss.spec import LossSpec, Step
 from megatron_pgloss.spec.levels import IN_ROWS, KEYED
-from megatron_pgloss.terms import selected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError
+from megatron_pgloss.maths import flags
 from megatron_pgloss.planning import frozen, kept_sets
 from megatron_pgloss.planning.frozen import Verdict
-from megatron_pgloss.planning.taken import TAKEN, tokens_ended
 from megatron_pgloss.rollouts import Termination, TokenBatch
+from megatron_pgloss.rules.masks import TAKEN, tokens_ended
 from megatron_pgloss.spec import Component, LossSpec, Mask, TruncatedIS
-from megatron_pgloss.terms import flags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

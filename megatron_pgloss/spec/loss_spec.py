@@ -46,7 +46,7 @@ class LossSpec(Part):
     - ``record``: the policy itself in a row's first update; in later ones, the log-probs that the row had in its first.
     - ``rollout``: the sampler's stream, so that there are two policies and not three.
     - ``interpolate``: a point between the sampler's log-prob and the policy's, by how many versions ago the token was
-      sampled (`megatron_pgloss.terms.corrections.interpolation`).
+      sampled (`megatron_pgloss.rules.corrections.interpolation`).
     """
     corrections: tuple[Correction, ...] = ()
     gates: tuple[AnyGate, ...] = ()

@@ -1,6 +1,6 @@
 """Masks: rules that take tokens out of the members of a component and out of its counts before the loss.
 
-Which tokens each kind takes is written in `megatron_pgloss.planning.taken`.
+Which tokens each kind takes is written in `megatron_pgloss.rules.masks`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from megatron_pgloss.logprobs.upstream import upstream_factors
 from megatron_pgloss.logprobs.vocab.merge import Merged, gather_stats, merge_gathered
 from megatron_pgloss.logprobs.vocab.order import RowOrder
 from megatron_pgloss.logprobs.vocab.shard import VocabShard
-from megatron_pgloss.terms.kept import Kept
+from megatron_pgloss.maths.kept import Kept
 
 
 class KeptJob(NamedTuple):

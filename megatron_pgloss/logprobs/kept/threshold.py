@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.logprobs.kept.radix import Rows, count_one, floats, keys, masses, peaks, search
-from megatron_pgloss.terms.kept import TopPOf
+from megatron_pgloss.maths.kept import TopPOf
 
 
 def limits(

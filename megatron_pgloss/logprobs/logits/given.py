@@ -26,7 +26,7 @@ from megatron_pgloss.logprobs.result import TokenLogprobs
 from megatron_pgloss.logprobs.rows.backends import Backend, choose
 from megatron_pgloss.logprobs.vocab.order import RowOrder
 from megatron_pgloss.logprobs.vocab.shard import find_shard
-from megatron_pgloss.terms.kept import Kept
+from megatron_pgloss.maths.kept import Kept
 
 
 def token_logprobs(
@@ -73,7 +73,7 @@ def token_logprobs(
             that set, ``TokenLogprobs.kept`` is its share of the vocabulary, and a target outside of it (``outside``)
             has log-prob -inf. Recorded ids cost no further collective; recomputed sets one all-reduce of [T, 256] int64
             for each byte of a logit in each search (top-k, top-p), and one of [T] for top-p and min-p
-            (`megatron_pgloss.terms.kept.Kept`). Runs eager. Not together with ref_logits or chosen_ids.
+            (`megatron_pgloss.maths.kept.Kept`). Runs eager. Not together with ref_logits or chosen_ids.
         group: None where logits hold the whole vocabulary; else the tensor-parallel group, whose
             ranks hold equal contiguous shards in rank order and the same targets. Every rank of it
             makes the call, and all get the same bits.

@@ -169,7 +169,7 @@ def _everyone_speaks(right: Any, at: Place) -> Any:
 _FACTORS, _STEP = "megatron_pgloss.megatron.factors", "megatron_pgloss.megatron.step:PolicyLossStep"
 _RUNTIME = "megatron_pgloss.megatron.runtime:Runtime"
 _CONTEXT, _MICRO = "megatron_pgloss.megatron.context_parallel", "megatron_pgloss.planning.microbatch:MicroBatch"
-_SEGMENTS, _LOGPROBS = "megatron_pgloss.terms.segments", "megatron_pgloss.logprobs"
+_SEGMENTS, _LOGPROBS = "megatron_pgloss.maths.segments", "megatron_pgloss.logprobs"
 
 RANK_FAULTS = (
     Fault(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pgloss.terms.segments import Deferred, _SumOverRanks
+from megatron_pgloss.maths.segments import Deferred, _SumOverRanks
 
 T = TypeVar("T")
 Op = Literal["sum", "max", "min"]

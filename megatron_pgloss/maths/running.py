@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_pgloss.terms.segments import UnitSums, extreme_over_ranks, sum_over_ranks
+from megatron_pgloss.maths.segments import UnitSums, extreme_over_ranks, sum_over_ranks
 
 
 def minimum(unit: UnitSums, values_N: Tensor, voters_N: Tensor, *, inclusive: bool = True) -> Tensor:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_pgloss.maths.segments import UnitSums
 from megatron_pgloss.spec import Correction, IcePop, RatioMask, Reject, Staleness, TruncatedIS, Veto
-from megatron_pgloss.terms.segments import UnitSums
 
 Told = tuple[Tensor | None, Tensor | None]
 """A correction's weight, float64 [N], or None where it does not weigh; and which tokens pass, bool [N], or None where

@@ -36,7 +36,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class Deferred:
-    """A group whose collectives are taken later, all at once: see `megatron_pgloss.terms.together`."""
+    """A group whose collectives are taken later, all at once: see `megatron_pgloss.maths.together`."""
 
     def ask(self, part: Tensor, op: Literal["sum", "max", "min"]) -> Tensor:
         """``part`` over the ranks, or what stands for it until that is known."""
