@@ -191,8 +191,34 @@ def order(rank: int) -> list[Any]:
     return out
 
 
+def groups_share_a_device(rank: int) -> dict[str, Any]:
+    """Twenty groups poll with one thread, each still sums over its own ranks, and torch takes them for gloo's."""
+    import torch.distributed as dist
+
+    from megatron_pgloss.megatron.cpu import enable_cpu
+
+    def polled() -> int:
+        files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+        return sum(os.path.islink(file) and "eventpoll" in os.readlink(file) for file in files)
+
+    enable_cpu()
+    dist.new_group()  # the one whose device is shared
+    before = polled()
+    groups = [dist.new_group([at] if at < 2 else [0, 1]) for at in range(20)]
+    after, sums = polled(), []
+    for ranks, group in enumerate(groups):
+        if ranks >= 2 or rank == ranks:
+            value = torch.tensor([rank + 1.0])
+            dist.all_reduce(value, group=group)
+            sums.append(float(value))
+    dist.monitored_barrier(groups[-1])  # gloo's alone
+    for group in groups:
+        dist.destroy_process_group(group)
+    return {"sums": sums, "more devices": after - before}
+
+
 def threads_stay(rank: int) -> list[int]:
-    """Open gloo groups poll; a long visit of layouts must not pile them up."""
+    """Open gloo groups keep threads; a long visit of layouts must not pile them up."""
     from megatron_pgloss.verify.layouts.models import destroy_parallel, init_parallel
 
     counts = []

@@ -11,6 +11,7 @@ import torch
 from megatron_cpu_checks import (
     expert_losses,
     gpt2_like,
+    groups_share_a_device,
     half_precision,
     loading,
     optimizers,
@@ -34,6 +35,7 @@ CHECKS = [
     optimizers,
     order,
     threads_stay,
+    groups_share_a_device,
     refusals,
     torch_is_untouched,
 ]
@@ -75,6 +77,13 @@ def test_rank_order_is_tp_cp_dp_pp(results: Any) -> None:
 def test_a_layout_leaves_no_threads_behind(results: Any) -> None:
     assert len({count for per_rank in results for count in per_rank["threads_stay"][1:]}) <= 2
     assert all(per_rank["threads_stay"][-1] <= per_rank["threads_stay"][0] for per_rank in results)
+
+
+def test_groups_of_gloo_poll_with_one_thread_and_sum_over_their_own_ranks(results: Any) -> None:
+    for rank, per_rank in enumerate(results):
+        seen = per_rank["groups_share_a_device"]
+        assert seen["more devices"] == 0
+        assert seen["sums"] == [rank + 1.0] + [3.0] * 18
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,19 +22,35 @@ from support.worlds import SEATS, run_world, world_fixture
 pytestmark = pytest.mark.multiproc
 
 
-def added(rank: int, size: int, more: float) -> tuple[float, int]:
-    """A collective's result, and this process."""
+def added(rank: int, size: int, more: float) -> tuple[float, int, int]:
+    """A collective's result, this process, and the signal that it gets when its parent ends."""
     total = torch.tensor([rank + more])
     dist.all_reduce(total)
-    return float(total), os.getpid()
+    at_parents_end = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(at_parents_end))  # PR_GET_PDEATHSIG
+    return float(total), os.getpid(), at_parents_end.value
 
 
 three = world_fixture(added, 3, 0.5)
 
 
 def test_a_world_brings_what_each_rank_returned(three: Any) -> None:
-    assert [total for total, _ in three] == [0 + 1 + 2 + 1.5] * 3
-    assert len({process for _, process in three}) == 3
+    assert [total for total, *_ in three] == [0 + 1 + 2 + 1.5] * 3
+    assert len({process for _, process, _ in three}) == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_a_run_that_is_killed_leaves_no_rank_behind(three: Any) -> None:
+    assert [signal_ for *_, signal_ in three] == [signal.SIGKILL] * 3
+    child = (
+        "from support.orphans import end_with_parent as e; e(); import time; print('here', flush=True); time.sleep(60)"
+    )
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, cwd=Path(__file__).parent) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == b"here\n"
+        run.kill()
+        assert run.stdout.read() == b""  # the child held the other end of the pipe, for a minute
 
 
 def failing(rank: int, size: int) -> None:

@@ -9,7 +9,6 @@ import hashlib
 import inspect
 import json
 import os
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,12 @@ def answer(chunks: Any, model_fn: Any, rows: Sequence[Row], spec: LossSpec) -> A
     functions = [part["fn"] for part in plain(spec)["components"] if part["kind"] == "term"]
     if folder is None or any(fn.__closure__ for fn in functions):  # what a closure holds cannot be read
         return oracle_answer(chunks, model_fn, rows, spec)
-    file = Path(folder) / f"{_question(chunks, rows, spec, functions)}.pkl"
+    file = Path(folder) / f"{_question(chunks, rows, spec, functions)}.pt"
     if not file.exists():
         part = file.with_suffix(f".{os.getpid()}")
-        part.write_bytes(pickle.dumps(_detached(oracle_answer(chunks, model_fn, rows, spec))))
+        torch.save(_detached(oracle_answer(chunks, model_fn, rows, spec)), part)  # pickle takes milliseconds a tensor
         part.rename(file)
-    return pickle.loads(file.read_bytes())  # type: ignore[no-any-return]
+    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
 
 
 def judge_of(specs: Mapping[str, LossSpec | Callable[[], LossSpec]], precision: Precision = FLOAT64) -> Judge:

@@ -9,6 +9,8 @@ import gc
 import importlib
 import warnings
 
+from support.orphans import end_with_parent
+
 MODULES = (
     "pytest",
     "hypothesis",
@@ -35,4 +37,5 @@ def load() -> None:
     gc.freeze()
 
 
+end_with_parent()
 load()

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from support.lines import Line, recorder
+from support.orphans import end_with_parent
 
 SEATS = int(os.environ.get("PGLOSS_SEATS", "8"))
 """Ranks that may be alive at a time."""
@@ -282,6 +283,7 @@ def worlds_of(items: Iterable[pytest.Item]) -> list[World]:
 
 def _rank(rank: int, size: int, folder: str, timeout: float, fn: Callable, args: tuple, grouped: bool) -> None:
     """One rank, in its own process. It leaves a `Report`."""
+    end_with_parent()
     os.nice(5)  # tests of one process go first, and worlds fill what they leave of the machine
     said = os.open(str(Path(folder) / f"{rank}.log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):

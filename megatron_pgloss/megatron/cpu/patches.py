@@ -17,6 +17,7 @@ import torch
 from torch.utils._device import _device_constructors
 
 from megatron_pgloss.errors import UnsupportedError
+from megatron_pgloss.megatron.cpu.gloo import share_devices
 
 _CPU = torch.device("cpu")
 _ENABLED = False
@@ -87,7 +88,7 @@ def _without_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
         # The token counter of the schedules, the loss scaler, clip_grads name a device.
-        if _is_cuda(kwargs.get("device")):
+        if kwargs.get("device") is not None and _is_cuda(kwargs["device"]):
             kwargs["device"] = _CPU
         # Pinned memory needs a CUDA runtime: rotary slices under context parallelism ask for it.
         if kwargs.get("pin_memory"):
@@ -114,7 +115,7 @@ def _patch_tensors() -> None:
     def to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args and _is_cuda(args[0]):
             args = (_CPU, *args[1:])
-        if _is_cuda(kwargs.get("device")):
+        if kwargs and _is_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
         return self._to_as_it_was(*args, **kwargs)
 
@@ -250,4 +251,5 @@ def enable_cpu() -> None:
     _patch_constructors()
     _patch_tensors()
     _patch_cross_entropy()
+    share_devices()
     _ENABLED = True

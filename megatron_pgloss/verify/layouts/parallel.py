@@ -123,8 +123,7 @@ def destroy_parallel() -> None:
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    # Megatron only forgets its groups. Each open gloo group keeps three threads that poll a hundred times a second:
-    # after thirty layouts they would take most of the machine.
+    # Megatron only forgets its groups, and each open gloo group keeps two threads: sixty layouts would leave thousands.
     groups = [group for group in getattr(parallel_state, "_global_process_group_list", None) or [] if group]
     parallel_state.destroy_model_parallel()
     dist.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ def build(layout: Scenario, **changes: Any) -> tuple[list[Any], Any]:
         The chunks as a trainer hands them to the schedule, and this rank's place
         (`megatron_pgloss.verify.layouts.parallel.Axes`).
     """
+    _keep_imports()
     where = init_parallel(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, cp=layout.cp, ep=layout.ep)
     chunks: list[Any] = BUILDERS[layout.kind](**(layout.config | changes))
     deterministic_weights(chunks, seed=WEIGHT_SEED)
@@ -40,8 +42,14 @@ def leave(chunks: list[Any]) -> None:
     """End a layout, so that the next can begin in the same world. A collective."""
     chunks.clear()
     destroy_parallel()
+    gc.collect()  # a model is full of circles, and holds its process groups with their threads
+
+
+@functools.cache
+def _keep_imports() -> None:
+    """Once, before the first model: what was imported need not be walked by each collection behind a layout."""
     gc.collect()
-    gc.freeze()  # what is left are modules and functions: the next collection need not walk them again
+    gc.freeze()
 
 
 def run_schedule(step: Any, chunks: list[Any], forward_only: bool = False, **more: Any) -> Any:
