@@ -12,7 +12,7 @@ from typing import Any
 
 
 def share_devices() -> None:
-    """Let gloo groups that are made from now on share the device of the first of them. Messages and sums are the same."""
+    """Let gloo groups that are made from now on share the device of the first of them."""
     from torch.distributed import distributed_c10d as c10d
 
     plain = c10d.ProcessGroupGloo
