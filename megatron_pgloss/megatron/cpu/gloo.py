@@ -34,4 +34,4 @@ def share_devices() -> None:
             options._devices, options._timeout, options._threads = devices, timeout, 2 * len(devices)
             return plain(store, rank, size, options)
 
-    c10d.ProcessGroupGloo = SharedGloo
+    c10d.ProcessGroupGloo = SharedGloo  # type: ignore[misc]
