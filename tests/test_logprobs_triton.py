@@ -26,10 +26,11 @@ def test_kernels_pass_the_tests_of_every_backend_in_the_interpreter() -> None:
     env = os.environ | {"TRITON_INTERPRET": "1", "PGLOSS_TEST_BACKENDS": "triton"}
     file = str(HERE / "test_logprobs_backends.py")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
-    command += [] if EXHAUSTIVE else ["-k", "not float32 and not float16 or bfloat16"]
+    # The shards' sums are merged by the same code for every backend, and the interpreter is slow.
+    command += [] if EXHAUSTIVE else ["-k", "not float32 and not float16 and not four_shards or bfloat16"]
     ran = subprocess.run(command, cwd=HERE.parent, env=env, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", ran.stdout)[1]) > (25 if EXHAUSTIVE else 23) and "skipped" not in ran.stdout
+    assert int(re.search(r"(\d+) passed", ran.stdout)[1]) > (25 if EXHAUSTIVE else 22) and "skipped" not in ran.stdout
 
 
 def compiled_for_hopper(kernel: Any, z: str, folder: Path, **constants: Any) -> tuple[str, str]:
