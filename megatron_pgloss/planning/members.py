@@ -17,6 +17,7 @@ from megatron_pgloss.errors import DataError
 from megatron_pgloss.maths import flags
 from megatron_pgloss.planning import frozen, kept_sets
 from megatron_pgloss.planning.frozen import Verdict
+from megatron_pgloss.planning.units import per_row
 from megatron_pgloss.rollouts import Termination, TokenBatch
 from megatron_pgloss.rules.masks import TAKEN, tokens_ended
 from megatron_pgloss.spec import Component, LossSpec, Mask, TruncatedIS
@@ -113,6 +114,14 @@ def base(batch: TokenBatch, component: Component) -> Tensor:
     return batch.action_T if component.over == "action" else batch.target_T
 
 
+def empty_rows(batch: TokenBatch, spec: LossSpec) -> Tensor:
+    """bool [S]: rows with tokens but without a member of any component before rules."""
+    any_T = torch.zeros_like(batch.action_T)
+    for part in spec.components:
+        any_T = any_T | base(batch, part)
+    return (batch.lengths_S > 0) & (per_row(any_T, batch.cu_S1) == 0)
+
+
 def component_set(
     batch: TokenBatch,
     component: Component,
@@ -143,7 +152,7 @@ def component_set(
         gone_T = kept_sets.leaving(batch, spec, component)
         left_T = left_T if gone_T is None else left_T & ~gone_T
         numbers.append(int(left_T.count_nonzero()))
-    before_T, count_T = left_T, _counted(batch, component, left_T, fault_T)
+    before_T, count_T = left_T, _counted(batch, component, spec, left_T, fault_T)
     weight_T, clipped_T = torch.ones_like(before_T, dtype=torch.float64), torch.zeros_like(before_T)
     weighs = False
     for rule, verdict in zip(spec.corrections, verdicts, strict=True):
@@ -176,12 +185,12 @@ def component_set(
     )  # fmt: skip
 
 
-def _counted(batch: TokenBatch, component: Component, left_T: Tensor, fault_T: Tensor) -> Tensor:
-    """bool [T]: the count set before rejection."""
+def _counted(batch: TokenBatch, component: Component, spec: LossSpec, left_T: Tensor, fault_T: Tensor) -> Tensor:
+    """bool [T]: the count set before rejection. A set of the component's own holds no token of a row that left."""
     if component.count == "members":
         return left_T
     named_T = batch.observation_T if component.count == "observations" else batch.masks[component.count]
-    count_T = named_T & ~fault_T
+    count_T = named_T & ~fault_T & ~empty_rows(batch, spec)[batch.seq_T]
     outside_T = left_T & ~count_T
     if bool(outside_T.any()):
         position = int(outside_T.to(torch.int8).argmax())
