@@ -171,6 +171,14 @@ def others() -> Iterator[tuple[str, Case]]:
             ),
         )
         yield f"of_rewards: {what}", lambda me, pick=pick: pg.advantages.of_rewards(pick(me), [0, 0], **group)
+    bad = {"tokens": "x"}
+    for name, given in {"none": {}, "group": {"baseline": "group"}}.items():
+        yield (
+            f"reinforce_plus_plus, baseline {name}: a broken batch",
+            lambda me, given=given: pg.advantages.reinforce_plus_plus(
+                [batch(**bad if me else {})], [1.0, 2.0], **given, **group
+            ),
+        )
     for what, value in {"text": "x", "a number": 3, "another shape": torch.ones(2, dtype=torch.bool)}.items():
         yield (
             f"whiten: mask {what}",
