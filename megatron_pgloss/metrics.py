@@ -69,11 +69,24 @@ METRICS: tuple[MetricRow, ...] = (
         "share of tokens that the upper bound decided (a clip: A > 0, gradient 0; a weight: held there)",
     ),
     _mean("clip_dual", "0", "share of tokens with A < 0 and ratio above the dual bound or delta (gradient 0)"),
-    _mean("bounded", "0", "share of tokens whose log-ratio lies beyond log_ratio_bound (gradient 0)"),
+    _mean(
+        "bounded",
+        "0",
+        "share of tokens whose term log_ratio_bound holds: gradient 0, where without the bound there would be one",
+    ),
     _mean("k1_old", "0", "log pi - log old, signed"),
-    _mean("k3_old", "0", "k3 estimate of KL(pi || old)"),
-    _mean("k3_rollout", "engine mismatch alone", "k3 estimate of KL(pi || rollout), where rollout log-probs are given"),
-    _mean("k3_ref", "0 while pi is the reference", "k3 estimate of KL(pi || ref), where ref log-probs are given"),
+    _mean("k3_old_pi", "0", "k3 estimate of KL(old || pi), r - 1 - log r from tokens that old drew"),
+    _mean(
+        "k3_rollout_old",
+        "engine mismatch alone",
+        "k3 estimate of KL(rollout || old) from the sampler's tokens, where rollout log-probs are given",
+    ),
+    _mean(
+        "k3_rollout_pi",
+        "engine mismatch alone",
+        "k3 estimate of KL(rollout || pi) from the sampler's tokens, where rollout log-probs are given",
+    ),
+    _mean("k3_pi_ref", "0 while pi is the reference", "k3 estimate of KL(pi || ref), as if pi had drawn the tokens"),
     _mean("entropy", "the sampler's own", "exact entropy of pi at the position, where it is computed"),
     _mean("kept_fraction", "the sampler's own", "size of the kept set over that of the vocabulary"),
     _mean(

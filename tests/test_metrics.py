@@ -47,11 +47,13 @@ def test_every_metric_by_hand() -> None:
         "rl/clip_low": 0.25,
         "rl/clip_high": 0.25,
         "rl/clip_dual": 0.25,
-        "rl/bounded": 0.25,
+        "rl/bounded": 0.0,  # the token beyond the bound is the dual clip's
         "rl/k1_old": (sum(d) + 25) / 4,
-        "rl/k3_old": (sum(map(k3, d)) + k3(20)) / 4,  # beyond the bound at the bound
-        "rl/k3_rollout": (k3(d[0]) + k3(log(8.0)) + k3(d[2]) + k3(20)) / 4,
-        "rl/k3_ref": (sum(map(k3, d)) + k3(1.0)) / 4,
+        # Tokens are old's and mu's: exp(d) - 1 - d; beyond the bound at the bound.
+        "rl/k3_old_pi": (sum(k3(-x) for x in d) + k3(-20)) / 4,
+        "rl/k3_rollout_old": k3(-log(4.0)) / 4,
+        "rl/k3_rollout_pi": (k3(-d[0]) + k3(-log(8.0)) + k3(-d[2]) + k3(-20)) / 4,
+        "rl/k3_pi_ref": (sum(map(k3, d)) + k3(1.0)) / 4,
         "rl/entropy": 0.25,
         "rl/is_weight": (1 + 2 + 1 + 1) / 4,
         "rl/is_truncated": 0.25,

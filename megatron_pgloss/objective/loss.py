@@ -35,7 +35,7 @@ class TokenReport:
     ratio: Tensor | None
     """The component's ratio, by its ratio axis, where it has one."""
     gate: Tensor
-    """int8: 0 free, 1 clipped low, 2 clipped high, 3 dual, 4 beyond the log-ratio bound, 5 dropped by a gate, 6
+    """int8: 0 free, 1 clipped low, 2 clipped high, 3 dual, 4 held by the log-ratio bound, 5 dropped by a gate, 6
     rejected by a correction of the current policy, -1 not a member."""
 
 
@@ -102,7 +102,7 @@ def _composed(inputs: dict[str, Tensor], micro: MicroBatch, keep_tokens: bool) -
     streams = [Streams(micro, part, spec, logp_N, inputs.get("entropy"), **extra) for part in spec.components]
     for x, seen in zip(streams, _terms(streams, micro, spec), strict=True):
         part = x.component
-        term_N, worth, bad_N = _weighted(seen.late.act(seen.term_N), x, micro.weight(part.name).reshape(-1))
+        term_N, worth, bad_N = _weighted(seen.late.act(seen.outcome.term_N), x, micro.weight(part.name).reshape(-1))
         total = total + plan.coef[part.name] * worth
         metrics |= measure(part, x, worth, bad_N, seen, micro, spec)
         if keep_tokens:
@@ -211,10 +211,8 @@ def _term(part: Component, x: Streams, micro: MicroBatch, spec: LossSpec) -> See
         if part.has_ratio or part.ratio == "none":
             x.log_ratio = None  # a ratio of the user's own reads the token's, in every round
             x.log_ratio = ratios.log_ratio(part.axis, x)
-        term_N, clipped = SURROGATES[part.surrogate.kind](x, part.surrogate)
-        return Seen(term_N=term_N, clipped=clipped, late=late(part, x, micro, spec))
-    term_N, decided_N = TERMS[part.kind](part, x)
-    return Seen(term_N=term_N, decided_N=decided_N, late=late(part, x, micro, spec))
+        return Seen(outcome=SURROGATES[part.surrogate.kind](x, part.surrogate), late=late(part, x, micro, spec))
+    return Seen(outcome=TERMS[part.kind](part, x), late=late(part, x, micro, spec))
 
 
 def _weighted(term_N: Tensor, x: Streams, weight_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -248,11 +246,13 @@ def _report(part: Component, x: Streams, term_N: Tensor, seen: Seen, micro: Micr
     gate_N = torch.where(x.members, 0, -1).to(torch.int8)
     ratio = None
     codes: list[tuple[int, Tensor]] = []
+    made = seen.outcome
     if isinstance(part, PolicyGradient) and part.has_ratio:
         ratio = x.ratio.detach().reshape(micro.shape)
-        codes.append((4, x.raw_log_ratio.detach().abs() > x.bound))
-    if seen.clipped is not None:
-        codes += [(1, seen.clipped.low_N), (2, seen.clipped.high_N), (3, seen.clipped.dual_N)]
+    if made.held_N is not None:
+        codes.append((4, made.held_N))
+    if made.clipped is not None:
+        codes += [(1, made.clipped.low_N), (2, made.clipped.high_N), (3, made.clipped.dual_N)]
     codes += [(5, taken_N >= 1) for taken_N in seen.late.gated.values()]
     if seen.late.rejected_N is not None:
         codes.append((6, seen.late.rejected_N))

@@ -11,8 +11,8 @@ from megatron_pgloss.maths import bounded, flags, k3, selected
 from megatron_pgloss.maths.topk import log_mass
 from megatron_pgloss.metrics import Metric
 from megatron_pgloss.objective.late import Late
+from megatron_pgloss.objective.outcome import Outcome
 from megatron_pgloss.objective.streams import Streams
-from megatron_pgloss.objective.surrogates import Clipped
 from megatron_pgloss.planning import MicroBatch
 from megatron_pgloss.spec import (
     KL,
@@ -28,13 +28,10 @@ from megatron_pgloss.spec import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A component's term before gates and weights, and what decided it."""
+    """A component's term before gates and weights, and what acts on it inside the loss."""
 
-    term_N: Tensor
+    outcome: Outcome
     late: Late
-    clipped: Clipped | None = None
-    decided_N: Tensor | None = None
-    """bool [N]: where the clip of a value loss decided."""
 
 
 def names(part: Component, spec: LossSpec, streams: frozenset[str], entropy: bool) -> list[str]:
@@ -42,13 +39,15 @@ def names(part: Component, spec: LossSpec, streams: frozenset[str], entropy: boo
     out = ["loss", "fault", "fault_at"]
     if isinstance(part, PolicyGradient):
         if part.has_ratio:
-            out += ["ratio", "ratio_sq", "ratio_min", "ratio_max", "bounded", "k1_old", "k3_old"]
+            out += ["ratio", "ratio_sq", "ratio_min", "ratio_max", "k1_old", "k3_old_pi"]
+            out += ["k3_rollout_old"] if _has_sampler(streams, spec) else []
             out += ["unit_ratio", "unit_ratio_min", "unit_ratio_max"] if part.ratio != "token" else []
         if part.surrogate.bounds:
             out += ["clip_low", "clip_high", "clip_dual"]
-        out += [f"k3_{base}" for base in ("rollout", "ref") if base in streams]
+        out += [name for base, name in (("rollout", "k3_rollout_pi"), ("ref", "k3_pi_ref")) if base in streams]
         out += ["entropy"] if entropy else []
         out += ["kept_fraction", "outside"] if spec.kept is not None else []
+    out += ["bounded"] if part.takes_exp else []
     out += dict.fromkeys(f"gate_{gate.kind}" for gate in spec.gates if gate.acts_on(part))
     if any(rule.weighs for late in (False, True) for rule in spec.corrections_on(part, late=late)):
         out += ["is_weight", "is_truncated"]
@@ -80,10 +79,13 @@ def measure(
         over = Among(x.members)
         found: dict[str, Metric] = {"loss": Metric.sum(worth), **_faults(bad_N, micro)}
         if isinstance(part, PolicyGradient):
-            found |= _policy(part, x, over, seen)
+            found |= _policy(part, x, over, seen, spec)
             if x.outside is not None:
                 found["kept_fraction"] = over.mean(torch.ones_like(x.logp) if x.kept is None else x.kept)
                 found["outside"] = Among(x.members | x.outside).share(x.outside)
+        if part.takes_exp:
+            held_N = seen.outcome.held_N
+            found["bounded"] = over.share(torch.zeros_like(x.members) if held_N is None else held_N)
         for kind, taken_N in seen.late.gated.items():
             found[f"gate_{kind}"] = over.mean(taken_N)
         if any(rule.weighs for late in (False, True) for rule in spec.corrections_on(part, late=late)):
@@ -95,19 +97,19 @@ def measure(
         if isinstance(part, Entropy):
             found["entropy"] = over.mean(x.entropy)
         if isinstance(part, KL):
-            found["kl"] = over.mean(seen.term_N)
+            found["kl"] = over.mean(seen.outcome.term_N)
         if isinstance(part, TopKDistill):
             there_Nk = x.wide(part.ids) >= 0
             taught = Among(x.members & there_Nk.any(1))
-            found["divergence"] = taught.mean(seen.term_N)
+            found["divergence"] = taught.mean(seen.outcome.term_N)
             found["teacher_mass"] = taught.mean(log_mass(x.wide(part.logprobs), there_Nk).exp())
             found["policy_mass"] = taught.mean(log_mass(x.chosen, there_Nk).exp())
         if isinstance(part, Value):
             returns_N = x.stream("returns")
             found["value"], found["returns"] = over.mean(x.value), over.mean(returns_N)
             found["value_error"] = over.mean((x.value - returns_N).square())
-            assert seen.decided_N is not None
-            found["value_clipped"] = over.share(seen.decided_N)
+            assert seen.outcome.decided_N is not None
+            found["value_clipped"] = over.share(seen.outcome.decided_N)
     return {f"{part.name}/{name}": metric for name, metric in found.items()}
 
 
@@ -171,21 +173,35 @@ def _faults(bad_N: Tensor, micro: MicroBatch) -> dict[str, Metric]:
     return {"fault": Metric("sum", number), "fault_at": Metric("min", torch.where(number > 0, first, never))}
 
 
-def _policy(part: PolicyGradient, x: Streams, over: Among, seen: Seen) -> dict[str, Metric]:
+def _has_sampler(streams: frozenset[str], spec: LossSpec) -> bool:
+    """Whether the base of the ratio has a sampler to be compared with, which is another policy."""
+    return "rollout" in streams and spec.old not in ("policy", "rollout")
+
+
+def _k3(first_N: Tensor, second_N: Tensor, x: Streams) -> Tensor:
+    """The estimate of KL(first || second) from tokens of first; where the bound holds a ratio it is the one there."""
+    return k3(bounded(first_N - second_N, x.bound))
+
+
+def _policy(part: PolicyGradient, x: Streams, over: Among, seen: Seen, spec: LossSpec) -> dict[str, Metric]:
     found: dict[str, Metric] = {}
     if part.has_ratio:
         found |= _ratio(x, over)
+        if x.has("rollout") and spec.old not in ("policy", "rollout"):
+            found["k3_rollout_old"] = over.mean(_k3(x.rollout, x.old, x))
         if part.ratio != "token":
             unit_N = x.ratio.double()
             found["unit_ratio"] = over.mean(unit_N)
             found["unit_ratio_min"], found["unit_ratio_max"] = over.least(unit_N), over.most(unit_N)
-    if seen.clipped is not None:
-        found["clip_low"] = over.share(seen.clipped.low_N)
-        found["clip_high"] = over.share(seen.clipped.high_N)
-        found["clip_dual"] = over.share(seen.clipped.dual_N)
-    for base in ("rollout", "ref"):
-        if x.has(base):
-            found[f"k3_{base}"] = over.mean(k3(bounded(x.logp - getattr(x, base), x.bound)))
+    clipped = seen.outcome.clipped
+    if clipped is not None:
+        found["clip_low"] = over.share(clipped.low_N)
+        found["clip_high"] = over.share(clipped.high_N)
+        found["clip_dual"] = over.share(clipped.dual_N)
+    if x.has("rollout"):
+        found["k3_rollout_pi"] = over.mean(_k3(x.rollout, x.logp, x))
+    if x.has("ref"):
+        found["k3_pi_ref"] = over.mean(_k3(x.logp, x.ref, x))
     if x.has_entropy:
         found["entropy"] = over.mean(x.entropy)
     return found
@@ -206,14 +222,13 @@ def _weights(part: Component, x: Streams, late: Late, micro: MicroBatch) -> dict
 
 
 def _ratio(x: Streams, over: Among) -> dict[str, Metric]:
-    raw_N = x.raw_log_ratio
+    raw_N = x.token_log_ratio
     ratio_N = raw_N.double().exp()  # in float32 it would overflow long before it is of no interest
     return {
         "ratio": over.mean(ratio_N),
         "ratio_sq": over.mean(ratio_N.square()),
         "ratio_min": over.least(ratio_N),
         "ratio_max": over.most(ratio_N),
-        "bounded": over.share(raw_N.abs() > x.bound),
         "k1_old": over.mean(raw_N),
-        "k3_old": over.mean(k3(bounded(raw_N, x.bound))),
+        "k3_old_pi": over.mean(_k3(x.old, x.logp, x)),
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_pgloss.maths import bounded
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.objective.users import checked
 from megatron_pgloss.spec import CustomRatio, Ratio
@@ -12,7 +11,8 @@ from megatron_pgloss.spec.ratios import AnyRatio
 
 
 def log_ratio(axis: AnyRatio | None, x: Streams) -> Tensor:
-    """log r of every position, bounded, with the gradient that the axis names; see `megatron_pgloss.spec.ratios`.
+    """log r of every position, with the gradient that the axis names; see `megatron_pgloss.spec.ratios`. The bound acts
+    where exp is taken, on this number and not on what it is a statistic of.
 
     Args:
         axis: None is ``none``: 0 with the gradient of log pi.
@@ -21,13 +21,13 @@ def log_ratio(axis: AnyRatio | None, x: Streams) -> Tensor:
     if axis is None:
         return own_N
     if isinstance(axis, CustomRatio):
-        return bounded(checked(axis.function(x), x, f"ratio {axis.to_import_path()}"), x.bound)
+        return checked(axis.function(x), x, f"ratio {axis.to_import_path()}")
     assert isinstance(axis, Ratio)
     if axis.level == "token":
         return x.token_log_ratio  # a statistic of one token: both gradients are the same
     s_N = _statistic(axis, x)
     # Held fixed, the statistic is a constant factor; the token keeps its own gradient.
-    return bounded(s_N if axis.gradient == "through" else s_N.detach() + own_N, x.bound)
+    return s_N if axis.gradient == "through" else s_N.detach() + own_N
 
 
 def _statistic(axis: Ratio, x: Streams) -> Tensor:

@@ -63,6 +63,11 @@ class Component(Kind):
         return True
 
     @property
+    def takes_exp(self) -> bool:
+        """Whether it exponentiates a log-ratio, which ``log_ratio_bound`` may then hold."""
+        return False
+
+    @property
     def parts(self) -> tuple[Kind, ...]:
         """The component, and the parts that it is made of."""
         return (self,)

@@ -22,7 +22,8 @@ class KL(Component):
     """Per-token KL(pi || base) from the sampled token (Schulman, "Approximating KL divergence", 2020).
 
     With d = log pi - log base: k1 = d, k2 = d^2/2, k3 = exp(-d) + d - 1, abs = |d|; ``exact`` is the sum over the
-    vocabulary, ``sum_v pi_v (log pi_v - log ref_v)``, where the log-prob pass was given ``ref_logits``.
+    vocabulary, ``sum_v pi_v (log pi_v - log ref_v)``, where the log-prob pass was given ``ref_logits``. Where
+    ``log_ratio_bound`` holds an exp, it holds the whole term: its gradient is 0.
 
     ``gradient``: ``plain`` differentiates the value. ``k2``: the value as it is, the gradient of k2 (straight-through).
     ``weighted``: value ``r k`` with ``r = pi/sg(base of the weight)`` differentiable. At a given prefix, weighted k1
@@ -47,6 +48,11 @@ class KL(Component):
                 got=f"{self.gradient!r}, {self.to!r}",
             )
         return self
+
+    @property
+    def takes_exp(self) -> bool:
+        """In k3, and in the weight of ``weighted``."""
+        return self.estimator == "k3" or self.gradient == "weighted"
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -216,6 +222,11 @@ class Term(Function, Component):
     def over(self) -> Literal["action", "observation"]:
         """As chosen by ``on``."""
         return self.on
+
+    @property
+    def takes_exp(self) -> bool:
+        """It may read ``x.ratio``: nothing is known of it."""
+        return True
 
     @property
     def reads(self) -> tuple[str, ...]:

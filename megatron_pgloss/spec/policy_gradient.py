@@ -57,6 +57,11 @@ class PolicyGradient(Component):
         return tuple(dict.fromkeys((*(("old",) if ratio else ()), *found, *(self.axis.reads if self.axis else ()))))
 
     @property
+    def takes_exp(self) -> bool:
+        """Where it has a ratio."""
+        return self.has_ratio
+
+    @property
     def moves_at_zero_advantage(self) -> bool:
         """As the surrogate says."""
         return self.surrogate.moves_at_zero_advantage

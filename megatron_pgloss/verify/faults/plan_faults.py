@@ -231,7 +231,7 @@ PLAN_FAULTS = (
         imitates="low is used for high", shows=EVERYWHERE,
     ),
     Fault(
-        name="old is the policy", target="megatron_pgloss.objective.streams:Streams.raw_log_ratio", make=_ratio_one,
+        name="old is the policy", target="megatron_pgloss.objective.streams:Streams.token_log_ratio", make=_ratio_one,
         imitates="old log-probs are recomputed with the current weights: ratio 1", shows=EVERYWHERE,
     ),
     Fault(

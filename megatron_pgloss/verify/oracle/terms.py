@@ -112,13 +112,13 @@ class TermStreams:
 
     @property
     def log_ratio(self) -> Tensor:
-        """log(pi / old), bounded; in a surrogate that of the component's ratio."""
-        return self.scene.bounded(self.logp - self.old) if self.axis_T is None else self.axis_T
+        """log(pi / old); in a surrogate that of the component's ratio."""
+        return self.logp - self.old if self.axis_T is None else self.axis_T
 
     @property
     def ratio(self) -> Tensor:
-        """pi / old."""
-        return self.log_ratio.exp()
+        """pi / old, its logarithm held by the bound."""
+        return self.scene.bounded(self.log_ratio).exp()
 
     def unit_sum(self, value_T: Tensor, unit: str = "sequence", over: str = "sampled") -> Tensor:
         """Sum over each unit's action tokens, given to each token of the unit; 0 in no unit."""
