@@ -14,7 +14,6 @@ from megatron_pgloss.logprobs import TokenLogprobs
 from megatron_pgloss.objective.decisions import decide
 from megatron_pgloss.planning import MicroBatch, Plan
 from megatron_pgloss.planning.agreement import pack, raise_agreed
-from megatron_pgloss.planning.microbatch import whole
 from megatron_pgloss.planning.revision import revise
 from megatron_pgloss.rollouts import TokenBatch
 
@@ -78,8 +77,8 @@ def statistics_pass(plan: Plan, scored: Sequence[TokenLogprobs]) -> Plan:
 
 def decided(plan: Plan, logp_T: Tensor, entropy_T: Tensor | None) -> Plan:
     """`statistics_pass` from whole rows, float [T] on the CPU."""
-    found = decide(plan, whole(plan), logp_T, entropy_T)
-    return revise(plan, found.streams, found.rejected, found.constants)
+    found = decide(plan, plan.whole(), logp_T, entropy_T)
+    return revise(plan, found)
 
 
 def _whole_rows(plan: Plan, scored: list[TokenLogprobs]) -> tuple[Tensor, Tensor]:

@@ -54,7 +54,7 @@ def by_sample(plan: pg.Plan, name: str) -> dict[str, torch.Tensor]:
     """Weights of every row of a plan, by the row's name."""
     if plan.batch is None:
         return {}
-    rows = plan.table[f"weight/{name}"].split(plan.batch.lengths_S.tolist())
+    rows = plan.components[name].weight_T.split(plan.batch.lengths_S.tolist())
     return {plan.batch.sample_name(i): row for i, row in enumerate(rows)}
 
 
@@ -64,7 +64,7 @@ def weights_differ(spec: pg.LossSpec, mine: Sequence[Row], whole: pg.TokenBatch,
     one = pg.plan([whole], spec, split=SPLIT, group="local")
     wrong: list[Any] = []
     for name in spec.names:
-        alone, dtype = by_sample(one, name), many.table[f"weight/{name}"].dtype
+        alone, dtype = by_sample(one, name), many.components[name].weight_T.dtype
         for sample, weight in by_sample(many, name).items():
             if not torch.equal(weight, alone[sample]) or dtype != torch.float64:
                 wrong.append((name, sample))

@@ -232,7 +232,7 @@ def _check(made: pg.Plan, step: Step) -> None:
     if any(counts[name] != value for name, value in wanted.items()):
         raise SystemExit(f"the plan counted {counts}, the step has {wanted}")
     mine_N = step.owner_N == made.ranks.data_rank
-    weight = float(made.table["weight/rl"].double().sum())
+    weight = float(made.components["rl"].weight_T.double().sum())
     share = float(step.actions_N[mine_N].sum()) / wanted["token"]
     if case.keyed:
         per_prompt = torch.bincount(step.prompt_N)

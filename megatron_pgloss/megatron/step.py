@@ -247,15 +247,15 @@ class PolicyLossStep(Runtime):
         ]
         metrics, place, updated = finish.collect(list(losses), wanted, made, self.layout)
         if updated:  # an evaluation is none
-            made.mark_updated()
+            made.ledger.mark_updated()
         self.close()
         results = finish.results(metrics, made)
         error = finish.nonfinite(metrics, place)
-        if made.recorder is not None and updated:
+        if made.ledger.recorder is not None and updated:
             if error is None or self.on_nonfinite == "report":
                 forward_only.settle(self, made)
             else:
-                made.recorder.forget()
+                made.ledger.recorder.forget()
         results["skipped"] = float(error is not None and self.on_nonfinite == "skip")
         if error is not None and self.on_nonfinite == "raise":
             raise error

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_pgloss.maths import flags, selected, sloped
-from megatron_pgloss.objective.grouped import group_streams
 from megatron_pgloss.objective.outcome import Clipped, Outcome
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.objective.users import checked
@@ -160,7 +159,7 @@ def fipo(x: Streams, part: FIPO) -> Outcome:
 def real(x: Streams, part: REAL) -> Outcome:
     """``softplus(-sign(A) s / tau)``; 0 without a label. By group, what the statistics pass found of it."""
     if part.form == "group":
-        value_N, slope_N = (x.stream(name) for name in group_streams(x.component.name))
+        value_N, slope_N = x.group_term
         s_N = x.bounded(x.log_ratio)
         return Outcome(value_N + slope_N * (s_N - s_N.detach()), held_N=x.beyond(x.log_ratio) & (slope_N != 0))
     label_N = x.advantage.sign()

@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.planning import agreement, kept_sets, normalizers, sets
 from megatron_pgloss.planning.agreement import FIELDS, HEAD, Ranks
+from megatron_pgloss.planning.component_table import ComponentTable, Corrected
 from megatron_pgloss.planning.keyed import KeyedRows
 from megatron_pgloss.planning.local import SLOTS, Local
 from megatron_pgloss.rollouts.streams import BY_NAME, FILL
@@ -83,15 +84,8 @@ def unit_totals(
     return normalizers.Totals(counts, table, unit)
 
 
-def token_table(
-    local: Local,
-    spec: LossSpec | None,
-    totals: normalizers.Totals,
-    dtype: torch.dtype,
-    streams: int,
-    means: dict[str, dict[int, float]],
-) -> dict[str, Tensor]:
-    """Streams, weights and members of this rank's tokens; where it has no rows, empty streams of the same names."""
+def token_table(local: Local, spec: LossSpec | None, dtype: torch.dtype, streams: int) -> dict[str, Tensor]:
+    """Streams of this rank's tokens; where it has no rows, empty streams of the same names."""
     batch, found = local.batch, local.units
     if batch is None or found is None:
         return _empty_table(spec, dtype, streams)
@@ -109,17 +103,6 @@ def token_table(
         # Nobody trains on the other tokens, and what a sampler reports there may be 0.
         scored_T = batch.action_T | batch.target_T
         table["temperature"] = torch.where(scored_T, batch.streams["temperature"], FILL["temperature"])
-    for c, part in enumerate(local.counts):
-        name = part.tokens.component.name
-        weight_T = normalizers.weights(c, part, found, totals)
-        for mean in means[name].values():
-            weight_T = weight_T / mean
-        table[f"weight/{name}"] = weight_T.to(dtype)
-        table[f"member/{name}"] = part.tokens.member_T
-        if spec is not None and sets.weighed(spec, part.tokens.component):
-            table[f"is_weight/{name}"] = part.tokens.is_weight_T.to(dtype)
-            table[f"is_truncated/{name}"] = part.tokens.clipped_T
-            table[f"before/{name}"] = part.tokens.before_T
     return table
 
 
@@ -136,9 +119,38 @@ def _empty_table(spec: LossSpec | None, dtype: torch.dtype, streams: int) -> dic
         table.setdefault(name, BY_NAME[name].empty(dtype) if name in BY_NAME else number)
     table |= {"recorded": flag} if spec.old == "record" else {}
     table |= {"interpolation": number} if spec.old == "interpolate" else {}
-    for part in spec.components:
-        table |= {f"weight/{part.name}": number, f"member/{part.name}": flag}
-        if sets.weighed(spec, part):
-            names = (f"is_truncated/{part.name}", f"before/{part.name}")
-            table |= {f"is_weight/{part.name}": number} | dict.fromkeys(names, flag)
     return table
+
+
+def component_tables(
+    local: Local,
+    spec: LossSpec | None,
+    totals: normalizers.Totals,
+    dtype: torch.dtype,
+    means: dict[str, dict[int, float]],
+) -> dict[str, ComponentTable]:
+    """Weights, members and constants of every component; empty ones where this rank has no rows."""
+    found: dict[str, ComponentTable] = {}
+    if spec is None:
+        return found
+    flag, number = torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=dtype)
+    for c, part in enumerate(spec.components):
+        corrected: Corrected | None = None
+        if local.batch is None or local.units is None:
+            weight_T, member_T = number, flag
+            if sets.weighed(spec, part):
+                corrected = Corrected(before=flag, weight=number, truncated=flag)
+        else:
+            counts = local.counts[c]
+            weight_T, member_T = normalizers.weights(c, counts, local.units, totals), counts.tokens.member_T
+            for mean in means[part.name].values():
+                weight_T = weight_T / mean
+            if sets.weighed(spec, part):
+                tokens = counts.tokens
+                corrected = Corrected(
+                    before=tokens.before_T, weight=tokens.is_weight_T.to(dtype), truncated=tokens.clipped_T
+                )
+        found[part.name] = ComponentTable(
+            weight_T=weight_T.to(dtype), member_T=member_T, corrected=corrected, means=means[part.name]
+        )
+    return found

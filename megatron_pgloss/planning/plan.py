@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,18 +12,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pgloss.errors import DataError, LayoutError, PGLossError, SpecError
-from megatron_pgloss.planning import agreement, microbatch
+from megatron_pgloss.errors import LayoutError, PGLossError, SpecError
+from megatron_pgloss.planning import agreement
 from megatron_pgloss.planning.agreement import FIELDS, Ranks
-from megatron_pgloss.planning.assembly import Counts, job_counts, mean_weights, token_table, unit_totals
+from megatron_pgloss.planning.arrangement import Arrangement, Source, packed, padded, whole
+from megatron_pgloss.planning.assembly import (
+    Counts,
+    component_tables,
+    job_counts,
+    mean_weights,
+    token_table,
+    unit_totals,
+)
+from megatron_pgloss.planning.component_table import ComponentTable
+from megatron_pgloss.planning.ledger import Ledger
 from megatron_pgloss.planning.local import Local, body, coefficients, head, prepare
-from megatron_pgloss.planning.microbatch import Arrangement, MicroBatch
-from megatron_pgloss.planning.recording import Recorder
+from megatron_pgloss.planning.microbatch import MicroBatch, Shared
 from megatron_pgloss.planning.split import Split, legal_count, refine, round_up
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.spec import LossSpec
-
-_SERIAL = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,7 +46,9 @@ class Plan:
     batch: TokenBatch | None
     """This rank's rows, or None."""
     table: dict[str, Tensor]
-    """Target-aligned streams [T] of this rank, with ``weight/<name>`` and ``member/<name>``."""
+    """Target-aligned streams [T] of this rank."""
+    components: dict[str, ComponentTable]
+    """Every component's weights, members and constants."""
     parts: list[list[int]]
     """Rows of every micro-batch."""
     height: int
@@ -51,17 +59,14 @@ class Plan:
     """Component to counts over all ranks: `local.SLOTS`, prompts and episodes where named, and one per mask reason."""
     job: dict[str, int]
     """Rows, tokens, tokens the policy sampled, excluded rows, empty ranks and micro-batches, over all ranks."""
-    serial: int
+    ledger: Ledger
+    """Which rows were updated on, and what was recorded of them."""
     version: int | None = None
     """Version of the weights being trained, where given."""
-    constants: dict[str, float] = field(default_factory=dict)
-    """Mean weights of normalised corrections, and thresholds that a statistics pass found; the same on every rank."""
     decided: bool = False
     """Whether a statistics pass was made."""
     local: Local = field(default_factory=Local, repr=False)
     """What this rank counted."""
-    recorder: Recorder | None = field(default=None, repr=False)
-    """Keeps the log-probs of first updates, with ``old="record"``."""
 
     @property
     def num_microbatches(self) -> int:
@@ -94,13 +99,25 @@ class Plan:
         """The step's micro-batches in order, on ``device`` (default: where the tokens came from)."""
         home = self.batch.device if self.batch is not None else torch.device("cpu")
         place = torch.device(device) if device is not None else home
+        source = self._source()
         for number, rows in enumerate(self.parts):
-            yield self._arrange(number, rows, place)
+            yield self._arrange(number, rows, source, place)
 
-    def _arrange(self, number: int, rows: list[int], device: torch.device) -> MicroBatch:
+    def whole(self) -> MicroBatch:
+        """All rows of this rank as one micro-batch on the CPU: for statistics over whole rows, not for a model."""
+        return whole(self._source())
+
+    def _source(self) -> Source:
+        shared = Shared(
+            spec=self.spec, coef=self.coef, table=self.table, components=self.components, ledger=self.ledger,
+            num_microbatches=self.num_microbatches, needs_statistics_pass=self.needs_statistics_pass,
+        )  # fmt: skip
+        return Source(batch=self.batch, units=self.local.units, arrangement=self.arrangement, shared=shared)
+
+    def _arrange(self, number: int, rows: list[int], source: Source, device: torch.device) -> MicroBatch:
         fixed = self.arrangement.fixed
         if self.split.packed:
-            return microbatch.packed(number, rows, self, width=self.width if fixed else None, device=device)
+            return packed(number, rows, source, width=self.width if fixed else None, device=device)
         width, height = self.width, self.height
         if not fixed:
             # An empty micro-batch keeps one row of padding: the model must run and its collectives be entered.
@@ -109,34 +126,12 @@ class Plan:
                 longest = max((int(self.batch.lengths_S[row]) for row in rows), default=1) if self.batch else 1
                 width = round_up(max(longest, 1), self.arrangement.multiple)
                 height = self.height
-        return microbatch.padded(number, rows, self, width=width, height=height, device=device)
-
-    def check_open(self) -> None:
-        """Refuse a second on-policy update on the same rows (`mark_updated` by another plan)."""
-        if self.spec is not None and self.spec.old == "policy" and self.batch is not None:
-            for row, record in enumerate(self.batch.records_S):
-                if record.plan not in (None, self.serial):
-                    raise DataError(
-                        "a second update on the same rollouts with old='policy'",
-                        where=self.batch.sample_name(row),
-                        fix="use old='given' with scored log-probs, or sample anew",
-                    )
+        return padded(number, rows, source, width=width, height=height, device=device)
 
     @property
     def updated(self) -> bool:
         """Whether a gradient of this plan's loss has been asked for on this rank."""
-        return self.batch is not None and any(record.plan == self.serial for record in self.batch.records_S)
-
-    def mark_updated(self) -> None:
-        """Remember that these rows have been updated on by this plan."""
-        if self.batch is not None:
-            for record in self.batch.records_S:
-                record.plan = self.serial
-
-    def record(self, micro: MicroBatch, logp_N: Tensor) -> None:
-        """With ``old="record"``: keep the log-probs of a micro-batch that is being updated on."""
-        if self.recorder is not None and self.recorder.wanted:
-            self.recorder.keep(micro.number, micro.index_N, logp_N)
+        return self.ledger.updated
 
     def report(self) -> str:
         """The plan in words: layout, counts per level and component, tokens per mask rule and reason."""
@@ -250,7 +245,8 @@ def assemble(
         arrangement=arrangement,
         ranks=ranks,
         batch=local.batch,
-        table=token_table(local, spec, totals, dtype, streams, means),
+        table=token_table(local, spec, dtype, streams),
+        components=component_tables(local, spec, totals, dtype, means),
         parts=parts,
         height=int(fields["bin_rows"].max()),
         width=round_up(max(width, 1), arrangement.multiple),
@@ -264,9 +260,7 @@ def assemble(
             # After refining, a rank has an empty micro-batch only for want of rows.
             "empty_microbatches": int((number - torch.minimum(fields["rows"], torch.tensor(number))).sum()),
         },
-        serial=next(_SERIAL),
+        ledger=Ledger(local.batch, spec),
         version=version,
-        constants={f"is_mean/{i}/{name}": mean for name, found in means.items() for i, mean in found.items()},
         local=local,
-        recorder=Recorder(local.batch) if spec is not None and spec.old == "record" else None,
     )

@@ -59,15 +59,15 @@ def _corrected(plan: Plan, part: Component) -> list[str]:
     lines = []
     for i, rule in enumerate(plan.spec.corrections):
         if rule.acts_on(part):
-            mean = plan.constants.get(f"is_mean/{i}/{part.name}")
+            mean = plan.components[part.name].means.get(i)
             lines.append(
                 f"  {'in the loss' if plan.spec.is_late(rule) else 'corrected'}: {rule.formula()}"
                 + ("" if mean is None else f" (mean {mean:.6g})")
             )
     for i, gate in enumerate(plan.spec.gates):
         if gate.acts_on(part):
-            place = f"gate/{i}/{part.name}/"
-            found = [f"{key[len(place) :]} {x:.6g}" for key, x in plan.constants.items() if key.startswith(place)]
+            thresholds = plan.components[part.name].thresholds.get(i, {})
+            found = [f"{name} {number:.6g}" for name, number in thresholds.items()]
             lines.append(f"  in the loss: gate {gate.reason}" + (f" ({', '.join(found)})" if found else ""))
     if lines:
         stays = "stays in" if part.count_rejected else "leaves"

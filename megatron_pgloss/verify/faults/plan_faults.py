@@ -90,7 +90,8 @@ def _own_weights(right: Any, at: Place) -> Any:
     def wrong(micro: Any, name: str) -> torch.Tensor:
         weight = right(micro, name)
         total = weight.sum()
-        return torch.where(total != 0, weight / torch.where(total != 0, total, 1) / micro.plan.num_microbatches, weight)
+        mean = weight / torch.where(total != 0, total, 1) / micro.shared.num_microbatches
+        return torch.where(total != 0, mean, weight)
 
     return wrong
 
@@ -147,7 +148,7 @@ def _old_for_ref(right: Any, at: Place) -> Any:
 def _divided_again(right: Any, at: Place) -> Any:
     def wrong(lp: Any, micro: Any, **more: Any) -> Any:
         out = right(lp, micro, **more)
-        return replace(out, loss=out.loss / micro.plan.num_microbatches)
+        return replace(out, loss=out.loss / micro.shared.num_microbatches)
 
     return wrong
 
