@@ -24,7 +24,7 @@ from megatron_pgloss.objective import ratios
 from megatron_pgloss.objective.grouped import group_terms
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.planning import MicroBatch, Plan
-from megatron_pgloss.planning.component_table import Finding, GroupTerm
+from megatron_pgloss.planning.component_table import Decided, GroupTerm
 from megatron_pgloss.planning.select import Job, draws
 from megatron_pgloss.rules import corrections, gates
 from megatron_pgloss.spec import (
@@ -38,7 +38,7 @@ from megatron_pgloss.spec import (
 )
 
 
-def decide(plan: Plan, micro: MicroBatch, logp_T: Tensor, entropy_T: Tensor | None) -> dict[str, Finding]:
+def decide(plan: Plan, micro: MicroBatch, logp_T: Tensor, entropy_T: Tensor | None) -> dict[str, Decided]:
     """Decide gates and mean weights of ``plan``, for every component. A collective over the data-parallel ranks.
 
     Args:
@@ -54,7 +54,7 @@ def decide(plan: Plan, micro: MicroBatch, logp_T: Tensor, entropy_T: Tensor | No
         group: GroupTerm | None = None
         if isinstance(part, PolicyGradient) and part.needs_statistics_pass:
             group = group_terms(part, x, plan)
-        found = Finding(group=group)
+        found = Decided(group=group)
         passes_T = _gates(part, x, plan, job, found)
         passes_T = passes_T & _corrections(part, x, plan.spec, job, found)
         rejecting: list[object] = [gate for gate in plan.spec.gates if gate.acts_on(part)]
@@ -65,7 +65,7 @@ def decide(plan: Plan, micro: MicroBatch, logp_T: Tensor, entropy_T: Tensor | No
     return findings
 
 
-def _gates(part: Component, x: Streams, plan: Plan, job: Job, found: Finding) -> Tensor:
+def _gates(part: Component, x: Streams, plan: Plan, job: Job, found: Decided) -> Tensor:
     assert plan.spec is not None
     passes_T = torch.ones_like(x.members)
     for i, gate in enumerate(plan.spec.gates):
@@ -89,7 +89,7 @@ def _gates(part: Component, x: Streams, plan: Plan, job: Job, found: Finding) ->
     return passes_T
 
 
-def _corrections(part: Component, x: Streams, spec: LossSpec, job: Job, found: Finding) -> Tensor:
+def _corrections(part: Component, x: Streams, spec: LossSpec, job: Job, found: Decided) -> Tensor:
     """What the late corrections keep, bool [T]; notes the mean of those that are normalised.
 
     A mean is over the members that all corrections leave; gates shrink the numerator alone and are not asked.

@@ -29,7 +29,7 @@ class GroupTerm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Decided:
     """What a statistics pass found about one component."""
 
     gates: dict[int, Tensor] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class ComponentTable:
     thresholds: dict[int, dict[str, float]] = field(default_factory=dict)
     """Index of a gate in the spec to the threshold that a statistics pass found, by name."""
 
-    def with_finding(self, found: Finding) -> ComponentTable:
+    def with_finding(self, found: Decided) -> ComponentTable:
         """The same with the findings of a statistics pass."""
         return replace(
             self, gates={**self.gates, **found.gates}, group=found.group or self.group,
@@ -75,6 +75,6 @@ class ComponentTable:
         )  # fmt: skip
 
 
-def with_findings(tables: Mapping[str, ComponentTable], found: Mapping[str, Finding]) -> dict[str, ComponentTable]:
+def with_findings(tables: Mapping[str, ComponentTable], found: Mapping[str, Decided]) -> dict[str, ComponentTable]:
     """Every component's table with what a statistics pass found about it."""
-    return {name: table.with_finding(found.get(name, Finding())) for name, table in tables.items()}
+    return {name: table.with_finding(found.get(name, Decided())) for name, table in tables.items()}

@@ -9,12 +9,12 @@ import torch
 
 from megatron_pgloss.errors import PGLossError
 from megatron_pgloss.planning import agreement
-from megatron_pgloss.planning.component_table import Finding, with_findings
+from megatron_pgloss.planning.component_table import Decided, with_findings
 from megatron_pgloss.planning.local import body, count, head
 from megatron_pgloss.planning.plan import Plan, assemble
 
 
-def revise(made: Plan, found: Mapping[str, Finding]) -> Plan:
+def revise(made: Plan, found: Mapping[str, Decided]) -> Plan:
     """``made`` with the findings of a statistics pass.
 
     A collective where a component has ``count_rejected=False``: its counts are then agreed anew, by the same gathers as
