@@ -41,8 +41,8 @@ ARITHMETIC = {
     "corrections": (corrections.APPLY, "rules/corrections.py: APPLY"),
     "masks": (masks.TAKEN, "rules/masks.py: TAKEN"),
 }
-ELSEWHERE = {"policy_gradient", "staleness"}
-"""A policy gradient is its ratio and surrogate; `Staleness` reads versions, in `corrections.stale`."""
+ELSEWHERE = {"policy_gradient"}
+"""A policy gradient is its ratio and surrogate."""
 ORACLE = {
     "components": (oracle_losses.KINDS, "verify/oracle/losses.py"),
     "surrogates": (oracle_surrogates.KINDS, "verify/oracle/surrogates.py"),

@@ -2,7 +2,21 @@
 
 from megatron_pgloss.maths import running
 from megatron_pgloss.maths.estimators import beyond, bounded, k1, k2, k3, sloped
-from megatron_pgloss.maths.segments import UnitSums
+from megatron_pgloss.maths.segments import Asked, UnitSums, taken
 from megatron_pgloss.maths.selection import finite, flags, selected
 
-__all__ = ["UnitSums", "beyond", "bounded", "finite", "flags", "k1", "k2", "k3", "running", "selected", "sloped"]
+__all__ = [
+    "Asked",
+    "UnitSums",
+    "beyond",
+    "bounded",
+    "finite",
+    "flags",
+    "k1",
+    "k2",
+    "k3",
+    "running",
+    "selected",
+    "sloped",
+    "taken",
+]

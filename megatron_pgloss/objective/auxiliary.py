@@ -67,7 +67,7 @@ def cross_entropy(part: Any, x: Streams) -> Outcome:
 def own(part: Term, x: Streams) -> Outcome:
     """What the user's function gives."""
     x.ratio_was_read = False
-    term_N = checked(part.function(x), x, f"term {part.name!r}")
+    term_N = checked(x.call("term", part), x, f"term {part.name!r}")
     return Outcome(term_N, held_N=x.beyond(x.log_ratio) if x.ratio_was_read else None)
 
 

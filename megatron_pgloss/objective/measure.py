@@ -90,8 +90,8 @@ def measure(
             found[f"gate_{kind}"] = over.mean(taken_N)
         if any(rule.weighs for late in (False, True) for rule in spec.corrections_on(part, late=late)):
             found |= _weights(part, x, seen.late, micro)
-        if seen.late.rejected_N is not None:
-            found["rejected"] = over.share(seen.late.rejected_N)
+        if seen.late.spares_N is not None:
+            found["rejected"] = over.share(~seen.late.spares_N)
         if isinstance(part, CrossEntropy):
             found["nll"] = over.mean(-x.logp)
         if isinstance(part, Entropy):

@@ -38,6 +38,8 @@ class Streams(UnitStatistics):
     ) -> None:
         self._micro, self._spec, self.component = micro, spec, component
         self.group = micro.group
+        self.answers = {}
+        self._caller = None
         self._axis: Tensor | None = None
         self.ratio_was_read = False
         """Whether somebody asked for ``ratio``: of a user's function nothing else says that the bound may hold it."""

@@ -15,11 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_pgloss.maths import flags, selected, sloped
+from megatron_pgloss.maths import Asked, flags, selected, sloped
 from megatron_pgloss.objective.outcome import Clipped, Outcome
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.objective.users import checked
 from megatron_pgloss.spec import CISPO, DRO, FIPO, GMPO, REAL, SAPO, TOPR, VESPO, Clip, Surrogate
+from megatron_pgloss.spec.surrogates import AnySurrogate
+
+KEY = "surrogate"
+"""Under which the streams have the surrogate's own statistic."""
 
 
 def reinforce(x: Streams, part: Any) -> Outcome:
@@ -122,8 +126,7 @@ def sapo(x: Streams, part: SAPO) -> Outcome:
     return Outcome(sloped(value_N, slope_N, log_N), held_N=_held(x, x.log_ratio))
 
 
-def gmpo(x: Streams, part: GMPO) -> Outcome:
-    """``-A exp(mean of clipped d)`` over the unit."""
+def _gmpo_clipped(x: Streams, part: GMPO) -> tuple[Tensor, Clipped]:
     d_N, advantage_N = x.token_log_ratio, x.stream("advantages")
     low, high = x.number(part.low), x.number(part.high)
     raw_N = d_N.detach()
@@ -131,8 +134,12 @@ def gmpo(x: Streams, part: GMPO) -> Outcome:
     m_N = torch.where(high_N, high, torch.where(low_N, -low, torch.where(advantage_N == 0, 0, d_N)))
     # An advantage that is no number has no sign, and an infinite d is no ratio: such a token does not vote.
     m_N = torch.where(advantage_N.isfinite() & raw_N.isfinite(), m_N, torch.nan)
-    mean_N = x.unit_mean(m_N, part.unit)
-    which = Clipped(low_N, high_N, torch.zeros_like(low_N))
+    return m_N, Clipped(low_N, high_N, torch.zeros_like(low_N))
+
+
+def gmpo(x: Streams, part: GMPO) -> Outcome:
+    """``-A exp(mean of clipped d)`` over the unit."""
+    mean_N, which = x.answer(KEY), _gmpo_clipped(x, part)[1]
     return Outcome(-x.advantage * x.bounded(mean_N).exp(), which, _held(x, mean_N))
 
 
@@ -142,11 +149,15 @@ def dro(x: Streams, part: DRO) -> Outcome:
     return Outcome(-x.advantage * d_N + part.beta / 2 * d_N.square())
 
 
+def _fipo_future(x: Streams, part: FIPO) -> Asked:
+    d_N = x.token_log_ratio.detach()
+    counted_N = d_N if part.delta is None else torch.where(d_N.exp() > part.delta, 0, d_N)
+    return x.ask_discounted_sum(counted_N, 2 ** (-1 / part.half_life))
+
+
 def fipo(x: Streams, part: FIPO) -> Outcome:
     """The clipped surrogate times the influence of what follows."""
-    d_N, advantage_N = x.token_log_ratio.detach(), x.advantage
-    counted_N = d_N if part.delta is None else torch.where(d_N.exp() > part.delta, 0, d_N)
-    future_N = x.discounted_sum(counted_N, 2 ** (-1 / part.half_life))
+    d_N, advantage_N, future_N = x.token_log_ratio.detach(), x.advantage, x.answer(KEY)
     least = 1 - part.reach if part.both else 1.0
     influence_N = x.bounded(future_N).exp().clamp(least, 1 + part.reach)
     if part.safe_ratio is not None:
@@ -181,10 +192,20 @@ def nll(x: Streams, part: Any) -> Outcome:
 def custom(x: Streams, part: Surrogate) -> Outcome:
     """What the user's function gives."""
     x.ratio_was_read = False
-    term_N = checked(part.function(x), x, f"surrogate {part.to_import_path()}")
+    term_N = checked(x.call(KEY, part), x, f"surrogate {part.to_import_path()}")
     return Outcome(term_N, held_N=x.beyond(x.log_ratio) if x.ratio_was_read else None)
 
 
+def asked(part: AnySurrogate, x: Streams) -> Asked | None:
+    """The statistic over units that the surrogate takes beside that of the ratio, or None."""
+    return ASKS[part.kind](x, part) if part.kind in ASKS else None
+
+
+ASKS: dict[str, Callable[[Streams, Any], Asked]] = {
+    "gmpo": lambda x, part: x.ask("mean", _gmpo_clipped(x, part)[0], part.unit),
+    "fipo": _fipo_future,
+}
+"""Kind of surrogate with a statistic of its own to what it asks for; the answer is under `KEY`."""
 SURROGATES: dict[str, Callable[[Streams, Any], Outcome]] = {
     "reinforce": reinforce,
     "unclipped": unclipped,

@@ -16,9 +16,10 @@ from megatron_pgloss.errors import DataError, LayoutError
 from megatron_pgloss.planning import agreement, faults, normalizers, recording, sets, units
 from megatron_pgloss.planning.agreement import Ranks
 from megatron_pgloss.planning.arrangement import Arrangement
-from megatron_pgloss.planning.frozen import Verdict, lags, verdicts
+from megatron_pgloss.planning.frozen import lags, verdicts
 from megatron_pgloss.planning.split import Split, bins, round_up
 from megatron_pgloss.rollouts import STREAMS, Termination, TokenBatch, concatenate
+from megatron_pgloss.rules import Verdict
 from megatron_pgloss.rules.corrections import interpolation
 from megatron_pgloss.rules.masks import ended
 from megatron_pgloss.spec import LossSpec

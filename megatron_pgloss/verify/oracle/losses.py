@@ -110,7 +110,7 @@ def chosen_logprobs(logits: Tensor, row: Row) -> list[Tensor]:
 
 
 def _term(scene: Scene) -> Tensor:
-    return call(scene.component["fn"], scene)[scene.index_M]
+    return call(scene.component, scene)[scene.index_M]
 
 
 KINDS: dict[str, Callable[[Scene], Tensor]] = {

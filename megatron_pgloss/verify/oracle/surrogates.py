@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import SpecError
-from megatron_pgloss.verify.oracle.ratios import log_ratio, ratio, ratio_axis, statistic_of
+from megatron_pgloss.verify.oracle.ratios import log_ratio, log_ratio_T, ratio, ratio_axis, statistic_of
 from megatron_pgloss.verify.oracle.scene import Scene
 from megatron_pgloss.verify.oracle.step import choice, setting
 from megatron_pgloss.verify.oracle.terms import call
@@ -205,8 +205,7 @@ def _nll(surrogate: Surrogate, scene: Scene) -> Tensor:
 
 def _custom(surrogate: Surrogate, scene: Scene) -> Tensor:
     """A user's own function of the streams, which sees the component's ratio."""
-    axis_T = torch.zeros_like(scene.logp_T).index_put((scene.index_M,), log_ratio(scene))
-    return call(surrogate["fn"], scene, axis_T)[scene.index_M]
+    return call(surrogate, scene, log_ratio_T(scene))[scene.index_M]
 
 
 KINDS: dict[str, Callable[[Surrogate, Scene], Tensor]] = {
