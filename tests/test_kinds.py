@@ -20,7 +20,8 @@ from megatron_pgloss.objective import auxiliary, decisions, surrogates
 from megatron_pgloss.rules import corrections, gates, masks
 from megatron_pgloss.spec import FAMILIES, LEVELS, Kind, kinds, latex, parse
 from megatron_pgloss.spec.divisors import DIVISORS, Divisor
-from megatron_pgloss.spec.kinds import Rule, name_of
+from megatron_pgloss.spec.kinds import name_of
+from megatron_pgloss.spec.rule import Rule
 from megatron_pgloss.verify.oracle import gates as oracle_gates
 from megatron_pgloss.verify.oracle import losses as oracle_losses
 from megatron_pgloss.verify.oracle import rules as oracle_rules

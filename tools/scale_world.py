@@ -20,8 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import megatron_pgloss as pg
 from megatron_pgloss.planning import Arrangement, plan, units
 from megatron_pgloss.planning.agreement import FIELDS, HEAD, ROW, Ranks
-from megatron_pgloss.planning.local import SLOTS
-from megatron_pgloss.planning.sets import reasons
+from megatron_pgloss.planning.members import reasons
+from megatron_pgloss.planning.wire import SLOTS
 
 SPLIT = pg.Split(sequences=4)
 REPLICA = 16

@@ -66,26 +66,26 @@ class Ranks:
         return out.cpu()
 
 
-def pack(head: dict[str, int], body: Tensor, error: PGLossError | None) -> Tensor:
+def pack(head: dict[str, int], body: Tensor) -> Tensor:
     """One rank's row.
 
     Args:
         head: values of `FIELDS`.
         body: int64 [<= BODY], counts.
-        error: this rank's fault; its text takes the body's place.
     """
     row = torch.zeros(ROW, dtype=torch.int64)
-    if error is None:
-        row[HEAD : HEAD + body.numel()] = body
-    else:
-        head = {**head, "error": 1 + sorted(KINDS).index(type(error).__name__)}
-        text = _text(error, BODY * 8 - 8)
-        raw = torch.frombuffer(bytearray(text.ljust((len(text) + 7) // 8 * 8, b" ")), dtype=torch.int64)
-        row[HEAD] = len(text)
-        row[HEAD + 1 : HEAD + 1 + raw.numel()] = raw
+    row[HEAD : HEAD + body.numel()] = body
     for name, value in head.items():
         row[FIELDS.index(name)] = value
     return row
+
+
+def pack_error(error: PGLossError) -> Tensor:
+    """The row of a rank with a fault: its text takes the place of the counts."""
+    text = _text(error, BODY * 8 - 8)
+    raw = torch.frombuffer(bytearray(text.ljust((len(text) + 7) // 8 * 8, b" ")), dtype=torch.int64)
+    name = type(error).__name__ if type(error).__name__ in KINDS else PGLossError.__name__
+    return pack({"error": 1 + sorted(KINDS).index(name)}, torch.cat([torch.tensor([len(text)]), raw]))
 
 
 def raise_agreed(rows: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_pgloss.errors import DataError, PGLossError
 from megatron_pgloss.planning import kept_sets
-from megatron_pgloss.planning.sets import ComponentSet, base, component_set
+from megatron_pgloss.planning.members import ComponentSet, base, component_set
 from megatron_pgloss.planning.units import per_row
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.rollouts.streams import BY_NAME, OPTIONAL, argument_of

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-
-from megatron_pgloss.errors import PGLossError
-from megatron_pgloss.planning import agreement
+from megatron_pgloss.planning import agreement, wire
+from megatron_pgloss.planning.carried import Carried
 from megatron_pgloss.planning.component_table import Decided, with_findings
-from megatron_pgloss.planning.local import body, count, head
+from megatron_pgloss.planning.counts import recount
 from megatron_pgloss.planning.plan import Plan, assemble
 
 
@@ -27,21 +25,13 @@ def revise(made: Plan, found: Mapping[str, Decided]) -> Plan:
     rejected = {name: one.rejected_T for name, one in found.items() if one.rejected_T is not None}
     if not rejected:
         return replace(made, components=with_findings(made.components, found), decided=True)
-    assert made.spec is not None
-    error: PGLossError | None = None
-    local, counted = made.local, torch.zeros(0, dtype=torch.int64)
-    try:
-        local = count(made.local, made.spec, rejected)
-        counted = body(local)
-    except PGLossError as caught:
-        error = caught
-    setup = agreement.digest(repr(sorted((name, one.numbers) for name, one in found.items())).encode())
-    row = agreement.pack(head(local, made.spec, made.arrangement, made.ranks, setup), counted, error)
-    rows = made.ranks.gather(row, made.ranks.world, made.ranks.world_size)
-    agreement.raise_agreed(rows)
-    again = assemble(
-        local, made.spec, made.coef, made.split, made.arrangement, made.ranks, rows, None, made.version
-    )  # fmt: skip
+    asked = made.request
+    assert asked.spec is not None
+    with Carried() as here:
+        local = recount(made.local, asked.spec, rejected)
+        setup = agreement.digest(repr(sorted((name, one.numbers) for name, one in found.items())).encode())
+        here.row = wire.pack(local, asked, made.ranks, setup)
+    again = assemble(asked, local, wire.read(here.gather(made.ranks), asked), made.ranks)
     return replace(
-        made, components=with_findings(again.components, found), counts=again.counts, local=local, decided=True
+        made, local=local, components=with_findings(again.components, found), counts=again.counts, decided=True
     )

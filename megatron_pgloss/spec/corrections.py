@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from megatron_pgloss.errors import SpecError
-from megatron_pgloss.spec.kinds import Rule, one_of
+from megatron_pgloss.spec.kinds import one_of
 from megatron_pgloss.spec.numbers import Distance, Finite, Positive
+from megatron_pgloss.spec.rule import Rule
 
 __all__ = ["IcePop", "RatioMask", "Reject", "Staleness", "TruncatedIS", "Veto"]
 

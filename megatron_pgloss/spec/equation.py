@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megatron_pgloss.spec.letters import BASES
-
-if TYPE_CHECKING:
-    from megatron_pgloss.spec.loss_spec import LossSpec
+from megatron_pgloss.spec.spec_fields import SpecFields
 
 
-def equation(spec: LossSpec) -> str:
+def equation(spec: SpecFields) -> str:
     """One line per component, then the rules."""
     base = BASES[spec.old]
     lines = ["L = " + " + ".join(f"{part.coef:g} {part.name}" for part in spec.components)]

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from megatron_pgloss.spec.kinds import Rule, one_of
+from megatron_pgloss.spec.kinds import one_of
+from megatron_pgloss.spec.rule import Rule
 
 __all__ = ["DropTruncated", "DropZeroAdvantage", "KeepPositiveAdvantage", "UserMask"]
 

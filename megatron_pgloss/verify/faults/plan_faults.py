@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_pgloss.planning.agreement import FIELDS
-from megatron_pgloss.planning.local import SLOTS
+from megatron_pgloss.planning.wire import SLOTS
 from megatron_pgloss.rollouts import align
 from megatron_pgloss.verify.faults.fault import DP, EVERYWHERE, SHARED, TEMPERATURE, Fault, Place
 
@@ -184,11 +184,11 @@ PLAN_FAULTS = (
         imitates="truncated rows, zero advantages and user masks take nothing out", shows=EVERYWHERE,
     ),
     Fault(
-        name="mask ignored in the numerator", target="megatron_pgloss.planning.sets:component_set",
+        name="mask ignored in the numerator", target="megatron_pgloss.planning.members:component_set",
         make=_numerator_unmasked, imitates="masked tokens are trained, and not counted", shows=EVERYWHERE,
     ),
     Fault(
-        name="mask ignored in the denominator", target="megatron_pgloss.planning.normalizers:local_counts",
+        name="mask ignored in the denominator", target="megatron_pgloss.planning.counts:local_counts",
         make=_denominator_unmasked, imitates="masked tokens are counted, and not trained", shows=EVERYWHERE,
     ),
     Fault(
@@ -196,11 +196,11 @@ PLAN_FAULTS = (
         imitates="a fused path takes fewer streams, and nobody notices", shows=EVERYWHERE,
     ),
     Fault(
-        name="padded tokens counted", target="megatron_pgloss.planning.local:body", make=_padding_counted,
+        name="padded tokens counted", target="megatron_pgloss.planning.wire:body", make=_padding_counted,
         imitates="the divisor is the number of positions", shows=EVERYWHERE,
     ),
     Fault(
-        name="local mean", target="megatron_pgloss.planning.assembly:job_counts", make=_own_counts,
+        name="local mean", target="megatron_pgloss.planning.wire:job_counts", make=_own_counts,
         imitates="each rank divides by its own counts, and the wrapper averages", shows=DP,
     ),
     Fault(
@@ -220,7 +220,7 @@ PLAN_FAULTS = (
         imitates="a rollout cut into several rows counts once for each", shows=EVERYWHERE,
     ),
     Fault(
-        name="kl shares rl's denominator", target="megatron_pgloss.planning.normalizers:weights",
+        name="kl shares rl's denominator", target="megatron_pgloss.planning.weights:weights",
         make=_first_denominator, imitates="one denominator serves all components", shows=EVERYWHERE,
     ),
     Fault(

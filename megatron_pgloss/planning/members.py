@@ -6,7 +6,7 @@ count set too, unless the component counts a set of its own; rejections do where
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -48,6 +48,44 @@ class ComponentSet:
     """Of each of `normalized`: the sum of the weights that its mean is over, and their number."""
     dropped: tuple[int, ...]
     """Tokens taken out by each of `reasons`, in order; a token counts for the first rule that takes it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Members:
+    """The tokens of every component on this rank."""
+
+    sets: list[ComponentSet]
+    verdicts: list[Verdict | None]
+    """What the plan-time corrections say."""
+
+
+def find(
+    batch: TokenBatch, spec: LossSpec, version: int | None, uncorrected: list[ComponentSet] | None = None
+) -> Members:
+    """Second stage of a plan: who is trained and counted, and with what constant factor.
+
+    Args:
+        version: of the weights being trained.
+        uncorrected: the tokens of every component without the spec's corrections, where they are known.
+
+    Raises:
+        DataError: a member lies outside the set its component counts; see `frozen.verdicts`.
+    """
+    verdicts = frozen.verdicts(batch, spec, version)
+    if uncorrected and not spec.corrections:
+        return Members(sets=uncorrected, verdicts=verdicts)
+    return Members(sets=[component_set(batch, part, spec, verdicts) for part in spec.components], verdicts=verdicts)
+
+
+def without(found: Members, batch: TokenBatch, spec: LossSpec, rejected: Mapping[str, Tensor]) -> Members:
+    """The same after a statistics pass.
+
+    Args:
+        rejected: component to bool [T]: what leaves its denominators.
+    """
+    verdicts = found.verdicts
+    sets = [component_set(batch, part, spec, verdicts, rejected.get(part.name)) for part in spec.components]
+    return Members(sets=sets, verdicts=verdicts)
 
 
 def reasons(spec: LossSpec) -> tuple[str, ...]:
