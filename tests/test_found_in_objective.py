@@ -14,6 +14,8 @@ import torch
 from steps import NAN, Answer, near, pictured, solve
 
 import megatron_pgloss as pg
+from megatron_pgloss.megatron.finish import results
+from megatron_pgloss.metrics import merge_all
 from megatron_pgloss.verify.oracle import oracle_loss
 
 E20 = math.exp(20)
@@ -216,6 +218,48 @@ def test_k3_of_old_and_the_policy_is_that_of_tokens_drawn_from_old() -> None:
     near(found["rl/k3_old_pi"], (math.exp(-20) + 19) / 4)
     near(found["rl/k3_rollout_old"], (math.log(2) - 0.5) / 4)
     near(found["rl/k3_rollout_pi"], (math.exp(-20) + 19 + math.log(2) - 0.5) / 4, 1e-13)
+
+
+def weighed(rule: Any, *ratios: float) -> dict[str, float]:
+    """Metrics of one row whose tokens have these ratios to the sampler, old and policy alike, and the step's own."""
+    logp, picture = [-5.0 + math.log(r) for r in ratios], "c" + "A" * len(ratios)
+    batch = pictured(picture, old_logprobs=[0.0, *logp], rollout_logprobs=-5.0)
+    spec = pg.LossSpec(components=[pg.PolicyGradient()], corrections=[rule])
+    answer = solve(batch, spec, [*logp, NAN])
+    return results(merge_all(out.metrics for out in answer.outs), answer.plan)
+
+
+@pytest.mark.parametrize("of", ["old", "policy"])
+def test_weights_are_reported_as_applied_and_as_they_were(of: Any) -> None:
+    """Ratios 1 and 3, truncated to 2, over their mean 1.5: 2/3 and 4/3, of deviation 1/3. Raw 1 and 3; r^2 - 1 is 0 and
+    8 by token, 8 by the sequence of product 3."""
+    found = weighed(pg.TruncatedIS(of=of, high=2.0, normalize=True), 1.0, 3.0)
+    values = {"": 1.0, "_min": 2 / 3, "_max": 4 / 3, "_std": 1 / 3}
+    near([found[f"rl/is_weight{name}"] for name in values], list(values.values()), 1e-13)
+    near([found["rl/is_raw"], found["rl/is_chi2"], found["rl/is_chi2_sequence"]], [2.0, 4.0, 8.0], 1e-13)
+    assert found["rl/is_truncated"] == 0.5 and "rl/rejected" not in found
+
+
+@pytest.mark.parametrize("of", ["old", "policy"])
+def test_a_rejected_token_has_no_weight_and_is_counted_wherever_it_is_rejected(of: Any) -> None:
+    """Ratios 1, 2 and 10 in the band [1/2, 5]: weights 1 and 2 are applied, one of three tokens is rejected."""
+    found = weighed(pg.IcePop(of=of), 1.0, 2.0, 10.0)
+    near([found["rl/is_weight"], found["rl/rejected"], found["rl/is_raw"]], [1.5, 1 / 3, 13 / 3], 1e-13)
+    near([found["rl/is_chi2"], found["rl/is_chi2_sequence"]], [(0 + 3 + 99) / 3, 399.0], 1e-13)
+    near([found["rl/is_weight_min"], found["rl/is_weight_max"]], [1.0, 2.0], 1e-13)
+
+
+def test_sequences_count_once_each_in_their_chi_square() -> None:
+    """Rows of ratios (2, 2) and (1, 1, 1): 15 and 0, whatever the split and the masks."""
+    rows = ("cAA", "cAAA")
+    mu = [0.0, *[-2.0 - math.log(2)] * 2, 0.0, -2.0, -2.0, -2.0]
+    given = {"old_logprobs": -2.0, "rollout_logprobs": mu, "masks": {"late": [True, False, *[True] * 5]}}
+    spec = pg.LossSpec(
+        components=[pg.PolicyGradient()], corrections=[pg.TruncatedIS()], masks=[pg.UserMask(name="late")]
+    )
+    for split in (pg.Split(sequences=1), pg.Split(sequences=2), pg.Split(max_tokens=16)):
+        found = solve(pictured(*rows, **given), spec, [-2.0, -2.0, NAN, -2.0, -2.0, -2.0, NAN], split=split).metrics
+        near([found["rl/is_chi2_sequence"], found["rl/is_chi2"]], [7.5, 3 / 4], 1e-13)
 
 
 def test_a_value_inside_its_clip_is_not_clipped() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError
-from megatron_pgloss.maths import selected
+from megatron_pgloss.maths import Asked, selected
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.planning import MicroBatch
 from megatron_pgloss.rules import Verdict, corrections, gates
@@ -35,6 +35,10 @@ class Late:
     """float64 [N]: the same before truncation."""
     truncated_N: Tensor | None
     """bool [N]: where one of them was truncated."""
+    chi2_N: Tensor | None
+    """float64 [N]: ``r^2 - 1`` of the token's ratio to the sampler; None: no late correction weighs."""
+    chi2_sequence_N: Tensor | None
+    """float64 [N]: the same of the product over the token's sequence."""
     spares_N: Tensor | None
     """bool [N]: which tokens the late corrections leave; None: none of them rejects."""
 
@@ -78,9 +82,23 @@ def rules(part: Component, spec: LossSpec) -> list[tuple[int, Correction]]:
 
 def evidence(rule: Correction, x: Streams) -> Evidence:
     """What a correction inside the loss looks at."""
-    log_N = ((x.old if rule.ratio_of == "old" else x.logp).detach() - x.rollout).double()
+    log_N = _log_ratio(rule, x)
     units = {name: x._units(name) for name in ("sequence", "turn")}
     return Evidence(units=units, voters_N=x._voters("sampled", log_N), bound=x.bound, log_N=log_N)
+
+
+def _log_ratio(rule: Correction, x: Streams) -> Tensor:
+    return ((x.old if rule.ratio_of == "old" else x.logp).detach() - x.rollout).double()
+
+
+CHI2 = "chi2"
+"""Under which the streams have the sequence's log-ratio to the sampler, where a late correction weighs."""
+
+
+def asked_chi2(part: Component, x: Streams, spec: LossSpec) -> Asked | None:
+    """The statistic behind the metric of the sequence's ratio, of the last late correction that weighs."""
+    weighing = [rule for _, rule in rules(part, spec) if rule.weighs]
+    return x.ask("sum", _log_ratio(weighing[-1], x)) if weighing else None
 
 
 def corrected(part: Component, x: Streams, spec: LossSpec) -> list[tuple[int, Correction, Verdict]]:
@@ -109,18 +127,22 @@ def late(part: Component, x: Streams, micro: MicroBatch, spec: LossSpec) -> Late
     weight_N: Tensor | None = None
     raw_N: Tensor | None = None
     truncated_N: Tensor | None = None
+    chi2_N: Tensor | None = None
+    chi2_sequence_N: Tensor | None = None
     for i, rule, said in corrected(part, x, spec):
         spares_N, raw_N = both(spares_N, said.passes), both(raw_N, said.raw)
         if said.truncated is not None:
             truncated_N = said.truncated if truncated_N is None else truncated_N | said.truncated
         if said.weight is not None:
+            chi2_N = (2 * _log_ratio(rule, x).clamp(-x.bound, x.bound)).expm1()
+            chi2_sequence_N = (2 * x.answer(CHI2).clamp(-x.bound, x.bound)).expm1()
             mean = micro.mean_weight(part.name, i) if rule.normalizes else 1.0
             weight_N = both(weight_N, said.weight if mean == 1.0 else said.weight / mean)
     if weight_N is not None:
         factor_N = both(factor_N, weight_N.to(x.logp.dtype))
     return Late(
         passes_N=both(passes_N, spares_N), factor_N=factor_N, gated=gated, weight_N=weight_N, raw_N=raw_N,
-        truncated_N=truncated_N, spares_N=spares_N,
+        truncated_N=truncated_N, chi2_N=chi2_N, chi2_sequence_N=chi2_sequence_N, spares_N=spares_N,
     )  # fmt: skip
 
 

@@ -77,6 +77,7 @@ def _first(x: Streams, micro: MicroBatch, spec: LossSpec) -> Iterator[Question]:
             found.append((late.gate_key(i), gates.asked(gate, x)))
     for i, rule in late.rules(part, spec):
         found.append((late.correction_key(i), corrections.asked(rule, late.evidence(rule, x))))
+    found.append((late.CHI2, late.asked_chi2(part, x, spec)))
     for key, statistic, link in declared(part, spec):
         if link == 1:
             found.append((key, _declared(statistic, x)))

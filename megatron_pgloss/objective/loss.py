@@ -13,9 +13,10 @@ from megatron_pgloss.logprobs import TokenLogprobs
 from megatron_pgloss.maths import finite, flags, selected
 from megatron_pgloss.metrics import Metric
 from megatron_pgloss.objective.auxiliary import TERMS
-from megatron_pgloss.objective.late import check_decided, late
+from megatron_pgloss.objective.late import Late, check_decided, late
 from megatron_pgloss.objective.links import settle
-from megatron_pgloss.objective.measure import Seen, measure
+from megatron_pgloss.objective.measure import Known, Measured, measure
+from megatron_pgloss.objective.outcome import Outcome
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.objective.surrogates import SURROGATES
 from megatron_pgloss.planning import MicroBatch
@@ -102,6 +103,7 @@ def _composed(inputs: dict[str, Tensor], micro: MicroBatch, keep_tokens: bool) -
     extra = {name: stream for name, stream in inputs.items() if name not in ("logp", "entropy")}
     streams = [Streams(micro, part, spec, logp_N, inputs.get("entropy"), **extra) for part in spec.components]
     settle(streams, micro, spec)
+    known = Known(spec, frozenset(micro.table), "entropy" in inputs)
     for x in streams:
         part = x.component
         check_decided(part, micro)
@@ -109,12 +111,12 @@ def _composed(inputs: dict[str, Tensor], micro: MicroBatch, keep_tokens: bool) -
             made = SURROGATES[part.surrogate.kind](x, part.surrogate)
         else:
             made = TERMS[part.kind](part, x)
-        seen = Seen(outcome=made, late=late(part, x, micro, spec))
-        term_N, worth, bad_N = _weighted(seen.late.act(made.term_N), x, micro.weight(part.name).reshape(-1))
+        acting = late(part, x, micro, spec)
+        term_N, worth, bad_N = _weighted(acting.act(made.term_N), x, micro.weight(part.name).reshape(-1))
         total = total + micro.shared.coef[part.name] * worth
-        metrics |= measure(part, x, worth, bad_N, seen, micro, spec)
+        metrics |= measure(part, Measured(x, worth, bad_N, made, acting, micro), known)
         if keep_tokens:
-            tokens[part.name] = _report(part, x, term_N, seen, micro)
+            tokens[part.name] = _report(part, x, term_N, made, acting, micro)
     return LossOutput(loss=total.to(leaf_N.dtype), metrics=metrics, tokens=tokens)
 
 
@@ -220,20 +222,19 @@ def _guard(stream_N: Tensor, x: Streams, good: Tensor, bad_N: Tensor) -> None:
     stream_N.register_hook(lambda grad: selected(~bad_N & (~elsewhere_N | finite(grad)), grad))
 
 
-def _report(part: Component, x: Streams, term_N: Tensor, seen: Seen, micro: MicroBatch) -> TokenReport:
+def _report(part: Component, x: Streams, term_N: Tensor, made: Outcome, acting: Late, micro: MicroBatch) -> TokenReport:
     gate_N = torch.where(x.members, 0, -1).to(torch.int8)
     ratio = None
     codes: list[tuple[int, Tensor]] = []
-    made = seen.outcome
     if isinstance(part, PolicyGradient) and part.has_ratio:
         ratio = x.ratio.detach().reshape(micro.shape)
     if made.held_N is not None:
         codes.append((4, made.held_N))
     if made.clipped is not None:
         codes += [(1, made.clipped.low_N), (2, made.clipped.high_N), (3, made.clipped.dual_N)]
-    codes += [(5, taken_N >= 1) for taken_N in seen.late.gated.values()]
-    if seen.late.spares_N is not None:
-        codes.append((6, ~seen.late.spares_N))
+    codes += [(5, taken_N >= 1) for taken_N in acting.gated.values()]
+    if acting.spares_N is not None:
+        codes.append((6, ~acting.spares_N))
     for code, mask_N in codes:
         gate_N = torch.where(mask_N & x.members, code, gate_N).to(torch.int8)
     return TokenReport(

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.maths import flags
-from megatron_pgloss.planning import frozen, kept_sets
+from megatron_pgloss.planning import frozen, kept_sets, weighing
+from megatron_pgloss.planning.component_table import Corrected
 from megatron_pgloss.rollouts import Termination, TokenBatch
 from megatron_pgloss.rules import Verdict, masks
 from megatron_pgloss.rules.masks import tokens_ended
@@ -40,10 +41,8 @@ class ComponentSet:
     """float64 [T]: user weight times corrections before they are normalised; 1 where neither applies."""
     user_T: Tensor
     """float64 [T]: user weight alone."""
-    is_weight_T: Tensor
-    """float64 [T]: the corrections' weights alone."""
-    clipped_T: Tensor
-    """bool [T]: where one of them was clipped."""
+    corrected: Corrected | None
+    """What the corrections made of them, before they are normalised; None where none acts on the component."""
     means: tuple[tuple[float, int], ...]
     """Of each of `normalized`: the sum of the weights that its mean is over, and their number."""
     dropped: tuple[int, ...]
@@ -144,8 +143,7 @@ def component_set(
         left_T = left_T if gone_T is None else left_T & ~gone_T
         numbers.append(int(left_T.count_nonzero()))
     before_T, count_T = left_T, _counted(batch, component, left_T, fault_T)
-    weight_T, clipped_T = torch.ones_like(before_T, dtype=torch.float64), torch.zeros_like(before_T)
-    weighs = False
+    corrected = weighing.corrected(batch, component, spec, verdicts, before_T)
     for rule, verdict in zip(spec.corrections, verdicts, strict=True):
         if verdict is None:
             continue
@@ -153,15 +151,12 @@ def component_set(
         if verdict.passes is not None:
             left_T = left_T & verdict.passes if acting else left_T
             numbers.append(int(left_T.count_nonzero()))
-        if acting and verdict.weight is not None:
-            weight_T, weighs = weight_T * verdict.weight, True
-        if acting and verdict.truncated is not None:
-            clipped_T = clipped_T | verdict.truncated
     given_T = batch.weights.get(component.name)
     user_T = flags(count_T, torch.float64) if given_T is None else torch.where(count_T, given_T.double(), 0)
     factor_T = flags(left_T, torch.float64) if given_T is None else torch.where(left_T, user_T, 0)
-    if weighs:
-        factor_T = factor_T * torch.where(left_T, weight_T, 1)
+    if weighed(spec, component):
+        assert corrected is not None
+        factor_T = factor_T * torch.where(left_T, corrected.weight, 1)
     if not component.count_rejected:
         count_T = count_T & ~(before_T & ~left_T)
         if rejected_T is not None:
@@ -170,7 +165,7 @@ def component_set(
         user_T = torch.where(count_T, user_T, 0)
     return ComponentSet(
         component=component, base_T=base_T, before_T=before_T, member_T=left_T, count_T=count_T, factor_T=factor_T,
-        user_T=user_T, is_weight_T=weight_T, clipped_T=clipped_T & before_T,
+        user_T=user_T, corrected=corrected,
         means=tuple(_mean(batch, component, spec, verdicts, i, left_T) for i in normalized(spec)),
         dropped=tuple(before - after for before, after in pairwise(numbers)),
     )  # fmt: skip

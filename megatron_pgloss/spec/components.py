@@ -61,6 +61,11 @@ class KL(Component):
             return ("kl",)
         return tuple(dict.fromkeys((self.to, *((self.base,) if self.gradient == "weighted" else ()))))
 
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """What it adds to the metrics of all."""
+        return ("kl",)
+
     def formula(self, base: str = "old") -> str:
         """The estimate, and its gradient where that is another's."""
         if self.estimator == "exact":
@@ -89,6 +94,11 @@ class Entropy(Component):
         """The entropy."""
         return ("entropy",)
 
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """What it adds to the metrics of all."""
+        return ("entropy",)
+
     def formula(self, base: str = "old") -> str:
         """In one line."""
         return "-H(pi)"
@@ -104,6 +114,11 @@ class CrossEntropy(Component):
     def over(self) -> Literal["action", "observation"]:
         """Observations."""
         return "observation"
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """What it adds to the metrics of all."""
+        return ("nll",)
 
     def formula(self, base: str = "old") -> str:
         """In one line."""
@@ -159,6 +174,11 @@ class TopKDistill(Component):
         """The teacher's ids."""
         return self.ids
 
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """What it adds to the metrics of all."""
+        return ("divergence", "teacher_mass", "policy_mass")
+
     def formula(self, base: str = "old") -> str:
         """In one line."""
         p, q = ("pi_v", "q_v") if self.tail == "drop" else ("pi_v/pi_K", "q_v/q_K")
@@ -191,6 +211,11 @@ class Value(Component):
     def reads_logprobs(self) -> bool:
         """It reads none."""
         return False
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """What it adds to the metrics of all."""
+        return ("value", "returns", "value_error", "value_clipped")
 
     def formula(self, base: str = "old") -> str:
         """In one line."""
