@@ -119,7 +119,8 @@ def draw_spec(dice: random.Random) -> pg.LossSpec:
         ]
     if dice.random() < 0.25:
         rules["gates"] = [dice.choice(list(objectives.GATES.values()))]
-    masks = [mask for mask in (pg.UserMask(name="keep"), pg.DropTruncated(), pg.DropZeroAdvantage()) if dice.random() < 0.2]
+    every = (pg.UserMask(name="keep"), pg.DropTruncated(), pg.DropZeroAdvantage())
+    masks: list[Any] = [mask for mask in every if dice.random() < 0.2]
     if "rl" in {part.name for part in parts} and dice.random() < 0.1:
         masks.append(pg.spec.KeepPositiveAdvantage(on=("rl",)))
     return pg.LossSpec(
