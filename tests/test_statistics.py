@@ -78,13 +78,13 @@ def test_what_travels_is_a_few_integers_whatever_the_number_of_tokens(tokens: in
     assert job.sent == [256] * 8
     job.sent.clear()
     job.cut(values_T, mask_T, 0.2)
-    assert job.sent == [768] * 8
+    assert job.sent == [1280] * 8
     job.sent.clear()
     job.lowest_draws(torch.arange(tokens), mask_T, 4)
     assert job.sent == [1] + [256] * 8
     job.sent.clear()
     job.mean(values_T, mask_T)
-    assert job.sent == [3]
+    assert job.sent == [512]
 
 
 def test_draws_are_made_of_sample_id_position_and_seed_alone() -> None:

@@ -29,8 +29,8 @@ def group_relative(
     """The episode's reward against its group's, on every token: ``A = (r - b) / s`` over the episodes of a prompt.
 
     Statistics are over episodes, each once, however many rows it has and wherever they lie. An episode whose rows all
-    leave the loss does not vote and gets 0. A group with fewer than ``min_voters`` voters, or with equal rewards, gets
-    0 and stands in the report. Standard deviations have ``n - 1``; no epsilon is added.
+    leave the loss, or have no action, does not vote and gets 0. A group with fewer than ``min_voters`` voters, or with
+    equal rewards, gets 0 and stands in the report. Standard deviations have ``n - 1``; no epsilon is added.
 
     ======================  ================  =============================================
     ``baseline``            ``scale``         known as
@@ -66,7 +66,9 @@ def group_relative(
         reward_S, kind = numbers("rewards", rewards, ids.rows)
         more_T, _ = tokenwise("token_rewards", token_rewards, batch)
         more_S = None if more_T is None or batch is None else _row_sums(batch, more_T)
-        return ids, reward_S, kind, voting(voters, ids.rows), more_S
+        voter_S = voting(voters, ids.rows)
+        # What has no action cannot be trained, so it is nothing to compare the others with.
+        return ids, reward_S, kind, voter_S if batch is None else voter_S & _acts(batch), more_S
 
     out_S, kind, report = compute(
         "group_relative", read, baseline=baseline, scale=scale, min_voters=min_voters, group=group
@@ -126,6 +128,11 @@ def spread(batches: Batches, batch: TokenBatch | None, value_S: Tensor) -> Batch
     if batch is None:
         return deal(batches, {"advantages": value_S})
     return deal(batches, {"advantages": torch.where(batch.predicts_T, value_S[batch.seq_T], 0)})
+
+
+def _acts(batch: TokenBatch) -> Tensor:
+    """bool [S]: rows with an action."""
+    return torch.zeros(len(batch), dtype=torch.bool).index_fill_(0, batch.seq_T[batch.action_T], True)
 
 
 def _row_sums(batch: TokenBatch, stream_T: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_pgloss.errors import DataError, LayoutError, PGLossError, SpecError
+from megatron_pgloss.errors import Caught, DataError, LayoutError, SpecError
 from megatron_pgloss.megatron import counting, factors, finish, forward_only, mtp, outputs
 from megatron_pgloss.megatron.head import HeadMode
 from megatron_pgloss.megatron.reference import Reference, needed
@@ -100,10 +100,10 @@ class PolicyLossStep(Runtime):
             PGLossError: the same on every rank.
         """
         self.close()
-        try:
+        with Caught() as here:
             self.look_again()
-        except PGLossError as error:
-            batches = [broken(error)]  # the plan raises it on every rank: it may show on one stage alone
+        if here.error is not None:
+            batches = [broken(here.error)]  # the plan raises it on every rank: it may show on one stage alone
         made = self.make_plan(batches, self.spec, coef=coef, version=version)
         empty = made.job["empty_microbatches"]
         if empty and counting.has_moe_losses(self.config) and not self._allow_empty:

@@ -25,6 +25,7 @@ FIELDS = (
     "error", "spec", "version", "batch", "data_rank", "streams", "microbatches", "rows", "tokens", "width",
     "bin_rows", "bin_tokens", "unit_rows", "double", "excluded", "setup", "actions",
 )  # fmt: skip
+PLAN = "split, coefficients or plan options"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +89,12 @@ def pack_error(error: PGLossError) -> Tensor:
     return pack({"error": 1 + sorted(KINDS).index(name)}, torch.cat([torch.tensor([len(text)]), raw]))
 
 
-def raise_agreed(rows: Tensor) -> None:
+def raise_agreed(rows: Tensor, options: str = PLAN) -> None:
     """Raise, on every rank alike, what any rank reported or what the rows disagree on.
 
     Args:
         rows: int64 [world, ROW].
+        options: what ``setup`` is made of.
 
     Raises:
         PGLossError: the first faulty rank's error, or a disagreement on spec, version, streams or a replica's batch.
@@ -102,7 +104,7 @@ def raise_agreed(rows: Tensor) -> None:
         faulty = codes.nonzero().flatten().tolist()
         raise _unpack(rows[faulty[0]], faulty)
     for name, what, fix in _EQUAL:
-        _equal(rows[:, FIELDS.index(name)], what, fix)
+        _equal(rows[:, FIELDS.index(name)], what.format(options), fix)
     _streams(rows)
     batch, data_rank = (rows[:, FIELDS.index(name)].contiguous() for name in ("batch", "data_rank"))
     first = firsts(rows)
@@ -132,7 +134,7 @@ def firsts(rows: Tensor) -> Tensor:
 _EQUAL = (
     ("spec", "ranks have different loss specs", "build the spec from one file or argument on every rank"),
     ("version", "ranks run different versions of megatron_pgloss", "install one version everywhere"),
-    ("setup", "ranks differ in split, coefficients or plan options", "pass the same arguments on every rank"),
+    ("setup", "ranks differ in {}", "pass the same arguments on every rank"),
 )
 
 

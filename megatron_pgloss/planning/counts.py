@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from megatron_pgloss.planning import faults, members, units
+from megatron_pgloss.planning import members, units
 from megatron_pgloss.planning.members import ComponentSet, Members
-from megatron_pgloss.planning.preflight import Request, Rows
+from megatron_pgloss.planning.preflight import CheckedRows, Request
 from megatron_pgloss.planning.units import Units, per_row, per_unit
 from megatron_pgloss.rollouts import Termination, TokenBatch
 from megatron_pgloss.rules.masks import ended
@@ -71,7 +71,7 @@ def _holds_row(units: Units, unit: str, present_S: Tensor) -> Tensor:
 class Local:
     """What a rank knows before the gather; empty where it has no rows."""
 
-    rows: Rows | None = None
+    rows: CheckedRows | None = None
     units: Units | None = None
     members: Members | None = None
     counts: list[LocalCounts] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Local:
     live: list[int] = field(default_factory=list)
     """Members of each component that can move the policy."""
     excluded: int = 0
-    """Rows without a member of any component."""
+    """CheckedRows without a member of any component."""
 
     @property
     def batch(self) -> TokenBatch | None:
@@ -87,7 +87,7 @@ class Local:
         return None if self.rows is None else self.rows.batch
 
 
-def count(rows: Rows | None, asked: Request) -> Local:
+def count(rows: CheckedRows | None, asked: Request) -> Local:
     """Members, units and counts of a rank's rows.
 
     Raises:
@@ -100,7 +100,7 @@ def count(rows: Rows | None, asked: Request) -> Local:
     if spec is None:
         return local
     found = members.find(batch, spec, asked.version, rows.uncorrected)
-    return _counted(replace(local, excluded=int(faults.empty_rows(batch, spec).sum())), spec, found)
+    return _counted(replace(local, excluded=int(members.empty_rows(batch, spec).sum())), spec, found)
 
 
 def recount(local: Local, spec: LossSpec, rejected: Mapping[str, Tensor]) -> Local:
@@ -117,6 +117,6 @@ def recount(local: Local, spec: LossSpec, rejected: Mapping[str, Tensor]) -> Loc
 def _counted(local: Local, spec: LossSpec, found: Members) -> Local:
     assert local.rows is not None and local.units is not None
     batch, of_rows = local.rows.batch, local.units
-    present_S = (batch.lengths_S > 0) & ~faults.empty_rows(batch, spec) & ~ended(batch, Termination.FAULT)
+    present_S = (batch.lengths_S > 0) & ~members.empty_rows(batch, spec) & ~ended(batch, Termination.FAULT)
     counts = [local_counts(item, of_rows, present_S) for item in found.sets]
     return replace(local, members=found, counts=counts, live=[members.live(batch, item) for item in found.sets])

@@ -17,6 +17,7 @@ from megatron_pgloss.errors import DataError
 from megatron_pgloss.maths import flags
 from megatron_pgloss.planning import frozen, kept_sets, weighing
 from megatron_pgloss.planning.component_table import Corrected
+from megatron_pgloss.planning.units import per_row
 from megatron_pgloss.rollouts import Termination, TokenBatch
 from megatron_pgloss.rules import Verdict, masks
 from megatron_pgloss.rules.masks import tokens_ended
@@ -112,6 +113,14 @@ def base(batch: TokenBatch, component: Component) -> Tensor:
     return batch.action_T if component.over == "action" else batch.target_T
 
 
+def empty_rows(batch: TokenBatch, spec: LossSpec) -> Tensor:
+    """bool [S]: rows with tokens but without a member of any component before rules."""
+    any_T = torch.zeros_like(batch.action_T)
+    for part in spec.components:
+        any_T = any_T | base(batch, part)
+    return (batch.lengths_S > 0) & (per_row(any_T, batch.cu_S1) == 0)
+
+
 def component_set(
     batch: TokenBatch,
     component: Component,
@@ -142,7 +151,7 @@ def component_set(
         gone_T = kept_sets.leaving(batch, spec, component)
         left_T = left_T if gone_T is None else left_T & ~gone_T
         numbers.append(int(left_T.count_nonzero()))
-    before_T, count_T = left_T, _counted(batch, component, left_T, fault_T)
+    before_T, count_T = left_T, _counted(batch, component, spec, left_T, fault_T)
     corrected = weighing.corrected(batch, component, spec, verdicts, before_T)
     for rule, verdict in zip(spec.corrections, verdicts, strict=True):
         if verdict is None:
@@ -171,12 +180,12 @@ def component_set(
     )  # fmt: skip
 
 
-def _counted(batch: TokenBatch, component: Component, left_T: Tensor, fault_T: Tensor) -> Tensor:
-    """bool [T]: the count set before rejection."""
+def _counted(batch: TokenBatch, component: Component, spec: LossSpec, left_T: Tensor, fault_T: Tensor) -> Tensor:
+    """bool [T]: the count set before rejection. A set of the component's own holds no token of a row that left."""
     if component.count == "members":
         return left_T
     named_T = batch.observation_T if component.count == "observations" else batch.masks[component.count]
-    count_T = named_T & ~fault_T
+    count_T = named_T & ~fault_T & ~empty_rows(batch, spec)[batch.seq_T]
     outside_T = left_T & ~count_T
     if bool(outside_T.any()):
         position = int(outside_T.to(torch.int8).argmax())

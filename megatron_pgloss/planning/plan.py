@@ -23,7 +23,7 @@ from megatron_pgloss.planning.preflight import Request, preflight, request
 from megatron_pgloss.planning.report import report
 from megatron_pgloss.planning.split import Split, refine, round_up
 from megatron_pgloss.planning.tables import component_tables, token_table
-from megatron_pgloss.planning.weights import unit_totals
+from megatron_pgloss.planning.token_weights import unit_totals
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.spec import LossSpec
 

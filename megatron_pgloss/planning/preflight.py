@@ -44,12 +44,12 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class CheckedRows:
     """This rank's rows, in which nothing is wrong, and how they become micro-batches."""
 
     batch: TokenBatch
     parts: list[list[int]]
-    """Rows of every micro-batch, before all ranks have agreed on their number."""
+    """CheckedRows of every micro-batch, before all ranks have agreed on their number."""
     streams: dict[str, Tensor] = field(default_factory=dict)
     """Streams [T] that the plan makes by itself: ``recorded``, ``interpolation``."""
     uncorrected: list[ComponentSet] = field(default_factory=list)
@@ -103,7 +103,7 @@ def _coefficients(spec: LossSpec | None, given: Mapping[str, float]) -> dict[str
     return {part.name: float(given.get(part.name, part.coef)) for part in spec.components}
 
 
-def preflight(batches: Sequence[TokenBatch], asked: Request) -> Rows | None:
+def preflight(batches: Sequence[TokenBatch], asked: Request) -> CheckedRows | None:
     """This rank's rows in one batch, checked; None where it has none.
 
     Raises:
@@ -118,11 +118,11 @@ def preflight(batches: Sequence[TokenBatch], asked: Request) -> Rows | None:
     parts = bins(asked.split, batch.lengths_S.tolist(), asked.arrangement.multiple)
     if spec is None:
         faults.check_inputs(batch, vocab_size=asked.vocab_size)
-        return Rows(batch=batch, parts=parts)
+        return CheckedRows(batch=batch, parts=parts)
     streams: dict[str, Tensor] = {}
     if spec.old == "record":
         batch, streams["recorded"] = recording.recalled(batch)
     uncorrected = faults.check(batch, spec, vocab_size=asked.vocab_size)
     if spec.old == "interpolate":
         streams["interpolation"] = interpolation(lags(batch, asked.version, "old='interpolate'"))
-    return Rows(batch=batch, parts=parts, streams=streams, uncorrected=uncorrected)
+    return CheckedRows(batch=batch, parts=parts, streams=streams, uncorrected=uncorrected)

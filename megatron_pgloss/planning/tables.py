@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_pgloss.planning import agreement, kept_sets, weighing, weights
+from megatron_pgloss.planning import agreement, kept_sets, token_weights, weighing
 from megatron_pgloss.planning.component_table import ComponentTable, Corrected
 from megatron_pgloss.planning.counts import Local
 from megatron_pgloss.rollouts.streams import BY_NAME, FILL
@@ -55,7 +55,7 @@ def _empty_table(spec: LossSpec | None, dtype: torch.dtype, streams: int) -> dic
 def component_tables(
     local: Local,
     spec: LossSpec | None,
-    totals: weights.Totals,
+    totals: token_weights.Totals,
     dtype: torch.dtype,
     means: dict[str, dict[int, float]],
 ) -> dict[str, ComponentTable]:
@@ -72,7 +72,7 @@ def component_tables(
                 corrected = weighing.none(dtype)
         else:
             counts = local.counts[c]
-            weight_T, member_T = weights.weights(c, counts, local.units, totals), counts.tokens.member_T
+            weight_T, member_T = token_weights.weights(c, counts, local.units, totals), counts.tokens.member_T
             for mean in means[part.name].values():
                 weight_T = weight_T / mean
             mean = math.prod(means[part.name].values())

@@ -18,14 +18,16 @@ from megatron_pgloss.errors import DataError, LayoutError
 from megatron_pgloss.planning import agreement, members
 from megatron_pgloss.planning.agreement import FIELDS, HEAD, Ranks
 from megatron_pgloss.planning.counts import Local
-from megatron_pgloss.planning.preflight import Request, Rows
+from megatron_pgloss.planning.preflight import CheckedRows, Request
 from megatron_pgloss.planning.split import legal_count, round_up
-from megatron_pgloss.planning.weights import finest
+from megatron_pgloss.planning.token_weights import check_range, finest
 from megatron_pgloss.rollouts import STREAMS, TokenBatch
 from megatron_pgloss.spec import LossSpec, PolicyGradient
 
 SLOTS = ("base", "members", "live", "sequence", "turn", "token")
 """Counts of a component in a row; the tokens each rule took out follow them."""
+MOST_TOKENS = 2**39
+"""Over all ranks. Exact sums (`megatron_pgloss.planning.select.pieces`) hold up to it."""
 Counts = dict[str, dict[str, int | float]]
 
 
@@ -38,17 +40,17 @@ class Agreed:
     means: dict[str, dict[int, float]]
     """Component to the mean weight of each normalised correction, by the correction's index."""
     job: dict[str, int]
-    """Rows, tokens, tokens the policy sampled, excluded rows, empty ranks and micro-batches, over all ranks."""
+    """CheckedRows, tokens, tokens the policy sampled, excluded rows, empty ranks and micro-batches, over all ranks."""
     number: int
     """Micro-batches of every rank."""
     height: int
-    """Rows per micro-batch, where fixed."""
+    """CheckedRows per micro-batch, where fixed."""
     width: int
     """Width of padded rows, or tokens of a packed row, where fixed."""
     streams: int
     """Bits of `agreement.OPTIONAL`: the streams that any rank has."""
     unit_rows: int
-    """Rows that each rank has in the keyed gather."""
+    """CheckedRows that each rank has in the keyed gather."""
     dtype: torch.dtype
     """Of weights and float streams."""
 
@@ -73,7 +75,7 @@ def pack(local: Local, asked: Request, ranks: Ranks, setup: int) -> Tensor:
     return agreement.pack(head, body(local))
 
 
-def _about(local: Local, rows: Rows, asked: Request, ranks: Ranks) -> dict[str, int]:
+def _about(local: Local, rows: CheckedRows, asked: Request, ranks: Ranks) -> dict[str, int]:
     """What the head says about this rank's rows."""
     batch = rows.batch
     lengths = batch.lengths_S.tolist()
@@ -90,7 +92,7 @@ def _about(local: Local, rows: Rows, asked: Request, ranks: Ranks) -> dict[str, 
         "width": max(lengths, default=0),
         "bin_rows": max((len(part) for part in rows.parts), default=0),
         "bin_tokens": max(packed, default=0),
-        # Rows of the keyed gather: one for each of this rank's units of the finest kind named.
+        # CheckedRows of the keyed gather: one for each of this rank's units of the finest kind named.
         "unit_rows": local.units.size.get(unit, 0) if local.units is not None and unit is not None else 0,
         "double": int(_double(batch)),
         "excluded": local.excluded,
@@ -137,19 +139,27 @@ def read(rows: Tensor, asked: Request) -> Agreed:
 
     Raises:
         DataError: a policy-gradient component without a token anywhere (the same on every rank).
+        DataError: weights that no float32 holds.
+        LayoutError: more tokens than `MOST_TOKENS`.
     """
     mine = rows[agreement.firsts(rows)]
     fields = {name: mine[:, i] for i, name in enumerate(FIELDS)}
     number = max(int(fields["microbatches"].max()), 1)
     if asked.interleaved is not None:
         number = legal_count(number, *asked.interleaved)
+    tokens = int(fields["tokens"].sum())
+    if tokens > MOST_TOKENS:
+        raise LayoutError("a step of too many tokens", expected=f"<= {MOST_TOKENS}, over all ranks", got=tokens)
     width = int(fields["bin_tokens" if asked.split.packed else "width"].max())
+    counts = job_counts(asked.spec, mine)
+    if asked.spec is not None:
+        check_range(asked.spec, counts, int(fields["rows"].sum()))
     return Agreed(
-        counts=job_counts(asked.spec, mine),
+        counts=counts,
         means=mean_weights(asked.spec, mine),
         job={
             "rows": int(fields["rows"].sum()),
-            "tokens": int(fields["tokens"].sum()),
+            "tokens": tokens,
             "actions": int(fields["actions"].sum()),
             "excluded": int(fields["excluded"].sum()),
             "empty_ranks": int((fields["rows"] == 0).sum()),

@@ -5,8 +5,6 @@ from __future__ import annotations
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec.base import nearest
 from megatron_pgloss.spec.corrections import Correction
-from megatron_pgloss.spec.masks import DropZeroAdvantage
-from megatron_pgloss.spec.policy_gradient import PolicyGradient
 from megatron_pgloss.spec.reads import reads_computed
 from megatron_pgloss.spec.spec_fields import SpecFields
 
@@ -32,12 +30,9 @@ def check(spec: SpecFields) -> None:
 
 def _scopes(spec: SpecFields) -> None:
     names = spec.names
-    policy = any(isinstance(part, PolicyGradient) for part in spec.components)
     for rule in (*spec.masks, *spec.corrections, *spec.gates):
         for name in rule.on or ():
-            # A rule that names rl by default is at home in a spec without a policy gradient, and idle there.
-            idle = isinstance(rule, DropZeroAdvantage) and rule.on == ("rl",) and not policy
-            if name not in names and not idle:
+            if name not in names:
                 raise SpecError(
                     f"{type(rule).__name__} acts on {name!r}, which is not a component",
                     expected=", ".join(names),

@@ -55,14 +55,9 @@ class CorrectionKind(Rule):
         return "sum"
 
     @property
-    def truncates(self) -> bool:
-        """Whether its weight is held between bounds."""
-        return False
-
-    @property
-    def home(self) -> Literal["rl", "actions"]:
-        """``rl`` where it weighs, all components over actions where it only rejects."""
-        return "rl" if self.weighs else "actions"
+    def home(self) -> Literal["policy gradients", "actions"]:
+        """The policy gradients where it weighs, all components over actions where it only rejects."""
+        return "policy gradients" if self.weighs else "actions"
 
     @property
     def ratio_of(self) -> Literal["old", "policy"] | None:
@@ -105,7 +100,6 @@ class TruncatedIS(RatioCorrection):
     normalize: bool = False
     """Divide by the mean weight of the global batch, over the trained tokens (level token) or over the units that have
     one (other levels)."""
-    on: tuple[str, ...] = ("rl",)
 
     @property
     def weighs(self) -> bool:
@@ -121,11 +115,6 @@ class TruncatedIS(RatioCorrection):
     def statistic_unit(self) -> str | None:
         """The unit of the ratio; None where it is the token's own."""
         return {"token": None, "geometric": "sequence", "turn_geometric": "turn"}.get(self.level, self.level)
-
-    @property
-    def truncates(self) -> bool:
-        """Always."""
-        return True
 
     @property
     def joined_by(self) -> Literal["sum", "mean"]:

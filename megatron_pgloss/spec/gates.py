@@ -28,8 +28,10 @@ Base = Literal["old", "rollout"]
 class GateKind(Rule):
     """The family of gates."""
 
-    on: tuple[str, ...] = ("rl",)
-    """Names of the components it acts on."""
+    @property
+    def home(self) -> Literal["policy gradients"]:
+        """The policy gradients."""
+        return "policy gradients"
 
     @property
     def reason(self) -> str:

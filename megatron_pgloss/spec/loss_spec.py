@@ -18,7 +18,7 @@ from megatron_pgloss.spec.corrections import Correction
 from megatron_pgloss.spec.equation import equation
 from megatron_pgloss.spec.families import FAMILIES
 from megatron_pgloss.spec.functions import Function
-from megatron_pgloss.spec.kinds import kinds, name_of
+from megatron_pgloss.spec.kinds import Kind, kinds, name_of
 from megatron_pgloss.spec.reads import BASE
 from megatron_pgloss.spec.spec_fields import Old, SpecFields
 
@@ -124,6 +124,10 @@ class LossSpec(SpecFields):
     def streams_of(self, component: Component) -> tuple[str, ...]:
         """The batch's streams that ``component`` and the gates on it read at its members."""
         return reads.streams_of(self, component)
+
+    def log_probs_of(self, part: Kind) -> tuple[str, ...]:
+        """The batch's streams of log-probs that ``part`` reads."""
+        return reads.log_probs_of(self, part)
 
     def reads_turns(self, component: Component) -> bool:
         """Whether a ratio, surrogate or gate of ``component`` is a statistic of turns."""

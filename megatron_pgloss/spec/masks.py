@@ -47,8 +47,11 @@ class DropZeroAdvantage(MaskKind):
     """Take tokens whose advantage is exactly 0 out of the numerator and the counts."""
 
     kind: Literal["drop_zero_advantage"] = "drop_zero_advantage"
-    on: tuple[str, ...] = ("rl",)
-    """Names of the components it acts on; by default ``rl`` alone, so that a failed rollout still feeds ``ce``."""
+
+    @property
+    def home(self) -> Literal["policy gradients"]:
+        """The policy gradients alone, so that a failed rollout still feeds ``ce``."""
+        return "policy gradients"
 
     @property
     def reads(self) -> tuple[str, ...]:

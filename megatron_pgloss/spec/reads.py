@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron_pgloss.spec.component import Component
 from megatron_pgloss.spec.kinds import Kind
+from megatron_pgloss.spec.ratios import RatioKind
 from megatron_pgloss.spec.spec_fields import SpecFields
 
 BASE: dict[str, str | None] = {
@@ -53,6 +54,14 @@ def _readers(spec: SpecFields) -> Iterator[tuple[str, Kind]]:
 def _streams(spec: SpecFields, part: Kind) -> tuple[str, ...]:
     names = [BASE[spec.old] if name == "old" else name for name in part.reads if name not in COMPUTED]
     return tuple(name for name in names if name is not None)
+
+
+def log_probs_of(spec: SpecFields, part: Kind) -> tuple[str, ...]:
+    """The batch's streams of log-probs that ``part`` reads; of a ratio to ``old``, what ``old`` is made from."""
+    ratio = ("old",) if isinstance(part, RatioKind) else ()
+    names = (*ratio, *("old" if name == "ratio" else name for name in part.reads))
+    sources = (BASE[spec.old] if name == "old" else name for name in names)
+    return tuple(name for name in dict.fromkeys(sources) if name in ("old", "rollout", "ref"))
 
 
 def reads_computed(spec: SpecFields, what: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from megatron_pgloss.spec.component import Component
@@ -15,8 +16,8 @@ class Rule(Kind):
     """Names of the components it acts on; None: as `home` says."""
 
     @property
-    def home(self) -> Literal["actions", "rl", "all"]:
-        """The components it acts on by default: those over action tokens, the one named ``rl``, or all."""
+    def home(self) -> Literal["actions", "policy gradients", "all"]:
+        """The components it acts on by default: those over action tokens, the policy gradients, or all."""
         return "actions"
 
     @property
@@ -28,11 +29,12 @@ class Rule(Kind):
         """Whether it acts on ``component``: by its ``on``, or by default."""
         if self.on is not None:
             return component.name in self.on
-        return {"all": True, "rl": component.name == "rl", "actions": component.over == "action"}[self.home]
+        if self.home == "policy gradients":
+            return component.kind == "policy_gradient"
+        return self.home == "all" or component.over == "action"
 
-    @property
-    def scope(self) -> str:
-        """The components it acts on, as text."""
-        if self.on is not None:
-            return ", ".join(self.on) or "nothing"
-        return {"all": "all", "rl": "rl", "actions": "all over actions"}[self.home]
+    def scope(self, components: Sequence[Component]) -> str:
+        """The components of a spec that it acts on, as text."""
+        if self.on is None and self.home != "policy gradients":
+            return {"all": "all", "actions": "all over actions"}[self.home]
+        return ", ".join(component.name for component in components if self.acts_on(component)) or "nothing"

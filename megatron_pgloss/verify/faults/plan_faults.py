@@ -220,7 +220,7 @@ PLAN_FAULTS = (
         imitates="a rollout cut into several rows counts once for each", shows=EVERYWHERE,
     ),
     Fault(
-        name="kl shares rl's denominator", target="megatron_pgloss.planning.weights:weights",
+        name="kl shares rl's denominator", target="megatron_pgloss.planning.token_weights:weights",
         make=_first_denominator, imitates="one denominator serves all components", shows=EVERYWHERE,
     ),
     Fault(

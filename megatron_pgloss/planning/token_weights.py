@@ -8,15 +8,20 @@ number. A unit is counted if C holds one of its tokens, or always with ``units="
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from megatron_pgloss.errors import DataError
 from megatron_pgloss.maths import selected
 from megatron_pgloss.planning.agreement import Ranks
 from megatron_pgloss.planning.counts import Local, LocalCounts
 from megatron_pgloss.planning.keyed import KeyedRows
 from megatron_pgloss.planning.units import Units, per_unit
 from megatron_pgloss.spec import LossSpec, Step
+from megatron_pgloss.spec.divisors import Divisor
 from megatron_pgloss.spec.levels import IN_ROWS, KEYED
 
 
@@ -133,6 +138,42 @@ def unit_totals(
     )
     table = ranks.gather(mine, ranks.data, ranks.data_size).reshape(-1, mine.shape[1])
     return Totals(counts, table, unit)
+
+
+def check_range(spec: LossSpec, counts: Mapping[str, Mapping[str, int | float]], rows: int) -> None:
+    """Refuse a path whose weights no float32 holds: they would be infinite, or 0.
+
+    A weight is ``1 / (d_1 ... d_n)`` times what the user and corrections say. A divisor lies between what it makes of
+    one unit and what it makes of all the units of the step, which every rank knows, so every rank refuses alike.
+
+    Args:
+        rows: of the step: there are no more prompts and episodes.
+
+    Raises:
+        DataError: the product of the divisors can leave 2^-126 to 2^126.
+    """
+    for part in spec.components:
+        least = most = 0.0
+        for step in part.path.steps:
+            if step.divisor is None or (part.divide_by == "weights" and step.unit == "token"):
+                continue
+            ends = sorted(_log2(step.divisor, float(max(n, 1))) for n in (1, counts[part.name].get(step.unit, rows)))
+            least, most = least + ends[0], most + ends[1]
+        if least < -126 or most > 126:
+            raise DataError(
+                f"{part.name}'s weights can be too {'large' if least < -126 else 'small'} for a float32",
+                expected="divisors whose product lies between 2^-126 and 2^126",
+                got=f"{part.normalizer!r}: 2^{least:g} to 2^{most:g}",
+                fix="scale the component by coef=",
+            )
+
+
+def _log2(divisor: Divisor, count: float) -> float:
+    try:
+        number = float(divisor.of(count))
+    except OverflowError:
+        return math.inf
+    return math.log2(number) if number > 0 else -math.inf
 
 
 def distinct(keys_K2: Tensor) -> tuple[Tensor, Tensor]:
