@@ -31,6 +31,18 @@ def softer(x: Any) -> Tensor:
     return -(x.ratio.tanh() * x.advantage + 0.1 * x.log_ratio.square())
 
 
+def declaring(x: Any) -> Tensor:
+    """A surrogate with statistics that it declares."""
+    return (x.statistic("gap").square() + 0.1 * x.statistic("so_far")) * x.advantage + x.statistic("all") * x.ratio
+
+
+DECLARED = (
+    pg.Statistic(name="gap"),
+    pg.Statistic(name="so_far", of="logp", how="prefix", unit="turn", over="members"),
+    pg.Statistic(name="all", of="advantage", how="sum"),
+)
+
+
 def from_here_on(x: Any) -> Tensor:
     """A ratio of one's own: half the token's, half the mean of its turn."""
     return 0.5 * x.log_ratio + 0.5 * x.unit_mean(x.log_ratio, "turn")
@@ -84,6 +96,7 @@ SURROGATES: dict[str, Any] = built(AnySurrogate) | {
     "CISPO, two bounds": pg.spec.CISPO(low=0.1, high=0.2),
     "CISPO, absolute": pg.spec.CISPO(low=0.9, high=1.2, bound="absolute"),
     "FIPO, both": pg.spec.FIPO(half_life=8.0, both=True, delta=None),
+    "Surrogate, declaring": pg.Surrogate(declaring, statistics=DECLARED),
     "GMPO by turn": pg.spec.GMPO(low=0.2, high="room", unit="turn"),
 }
 RATIOS: dict[str, Any] = {name: name for name in SHORT} | {

@@ -142,6 +142,23 @@ RULES: tuple[dict[str, Any], ...] = (
 )
 
 
+DRIFT = (
+    pg.Statistic(name="drift"),
+    pg.Statistic(name="so_far", of="logp", how="prefix", unit="turn", over="members"),
+    pg.Statistic(name="all", of="advantage", how="sum"),
+)
+
+
+def drifting(x: Any) -> Tensor:
+    """A surrogate with statistics over the component's own ratio, which may be one itself."""
+    return x.statistic("drift").square() + 0.1 * x.statistic("so_far") + x.statistic("all") * x.ratio
+
+
+def near_the_sampler(x: Any) -> Tensor:
+    """A gate of the same."""
+    return x.statistic("drift") < 0.2
+
+
 def choices() -> dict[str, pg.LossSpec]:
     """Specs that together name every ratio, surrogate, gate and KL form that needs no statistics pass."""
     found = {}
@@ -153,6 +170,12 @@ def choices() -> dict[str, pg.LossSpec]:
         if not spec.needs_statistics_pass and name != "critic":
             found[name] = spec
     found["real, binary"] = pg.presets.real(form="binary")
+    for ratio in ("token", "sequence"):
+        surrogate = pg.Surrogate(drifting, statistics=DRIFT)
+        part = pg.PolicyGradient(surrogate=surrogate, ratio=ratio, normalizer=PATH)
+        found[f"declared, {ratio}"] = pg.LossSpec(
+            components=[part], gates=[pg.Gate(near_the_sampler, statistics=DRIFT)]
+        )  # fmt: skip
     for number, rules in enumerate(RULES):
         found[f"rules {number}"] = pg.presets.ppo(normalizer=PATH, **rules)
     for gradient in ("plain", "k2", "weighted"):
@@ -207,6 +230,11 @@ def test_every_choice_gives_one_answer_on_context_parallel_shards() -> None:
         assert len(by_choice) == 2 * len(wholes)
         for name, (loss, gradient) in by_choice.items():
             assert loss < 1e-11 and gradient < 1e-11, name
+
+
+def test_a_statistic_that_is_not_declared_is_refused_by_name() -> None:
+    part = pg.PolicyGradient(surrogate=pg.Surrogate(lambda x: x.statistic("gap"), statistics=DRIFT))
+    refused(pg.SpecError, lambda: solve(batch(), pg.LossSpec(components=[part]), LOGP), "no statistic 'gap'", "so_far")
 
 
 def test_which_presets_stand_on_their_own_token() -> None:

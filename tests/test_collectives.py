@@ -52,8 +52,35 @@ def extremes(x: Any) -> torch.Tensor:
     return three(x) + x.prefix_min(x.log_ratio) * x.logp
 
 
+def declared(x: Any) -> torch.Tensor:
+    """The statistics of `three`, declared; it notes that it runs."""
+    runs.append(1)
+    return x.statistic("mean").square() + x.statistic("so_far").tanh() + x.statistic("turns")
+
+
+DECLARED = (
+    pg.Statistic(name="mean"),
+    pg.Statistic(name="so_far", how="prefix"),
+    pg.Statistic(name="turns", of="logp", how="sum", unit="turn"),
+)
+
+
+def linked() -> pg.LossSpec:
+    """Every part that takes a statistic over a unit, and a function that declares one over the ratio over a unit."""
+    drift = pg.Surrogate(lambda x: x.statistic("drift") * x.ratio, statistics=(pg.Statistic(name="drift"),))
+    return pg.LossSpec(
+        components=[
+            pg.PolicyGradient(ratio="sequence"),
+            pg.PolicyGradient(name="second", surrogate=pg.GMPO()),
+            pg.PolicyGradient(name="third", surrogate=drift, ratio="turn"),
+        ],
+        corrections=[pg.TruncatedIS(of="policy", level="sequence"), pg.Reject(of="policy", statistic="max", high=9.0)],
+        gates=[pg.SequenceGate(threshold=0.5)],
+    )
+
+
 def in_place(x: Any) -> torch.Tensor:
-    """Statistics written into another tensor: they cannot wait for each other."""
+    """Statistics written into another tensor."""
     both = torch.zeros_like(x.logp)
     both[:] = x.unit_mean(x.log_ratio, "sequence").square()
     both += x.unit_sum(x.logp, "turn")
@@ -65,10 +92,10 @@ def frozen(x: Any) -> torch.Tensor:
     return x.unit_mean(x.log_ratio.detach(), "sequence") * x.logp
 
 
-def spec(term: Callable[[Any], torch.Tensor] | None = None, path: str = "mean(token)") -> pg.LossSpec:
+def spec(term: Callable[[Any], torch.Tensor] | None = None, path: str = "mean(token)", *statistics: Any) -> pg.LossSpec:
     parts: list[Any] = [pg.PolicyGradient(normalizer=path)]
     if term is not None:
-        parts.append(pg.Term("mine", term, needs=("old",)))
+        parts.append(pg.Term("mine", term, needs=("old",), statistics=statistics))
     return pg.LossSpec(components=parts)
 
 
@@ -106,13 +133,15 @@ EVERY = {
     "cp2": Case(Job(cp=2), spec),
     "cp2, one statistic": Case(Job(cp=2), lambda: spec(sequence_mean), micro={"cp": 2}),
     "cp2, without gradient": Case(Job(cp=2), lambda: spec(frozen), micro={"cp": 1}),
-    "cp2, three statistics": Case(Job(cp=2), lambda: spec(three), micro={"cp": 2}),
-    "cp2, larger micro-batches": Case(Job(cp=2, split=BIG), lambda: spec(three), micro={"cp": 2}),
-    "cp2, fewer rows": Case(Job(cp=2), lambda: spec(three), micro={"cp": 2}, rows=4),
+    "cp2, three statistics": Case(Job(cp=2), lambda: spec(three), micro={"cp": 6}),
+    "cp2, three declared": Case(Job(cp=2), lambda: spec(declared, "mean(token)", *DECLARED), micro={"cp": 2}),
+    "cp2, every part over a unit": Case(Job(cp=2), linked, micro={"cp": 4}),
+    "cp2, larger micro-batches": Case(Job(cp=2, split=BIG), lambda: spec(three), micro={"cp": 6}),
+    "cp2, fewer rows": Case(Job(cp=2), lambda: spec(three), micro={"cp": 6}, rows=4),
     "cp2, every component": Case(Job(cp=2), layouts.rich, KEYED, {"cp": 2}),
-    "cp2, extremes too": Case(Job(cp=2), lambda: spec(extremes), micro={"cp": 2}),
-    # As many as the chain is long, and as many in backward.
-    "cp2, a statistic of a statistic": Case(Job(cp=2), lambda: spec(chained), micro={"cp": 4}),
+    "cp2, extremes too": Case(Job(cp=2), lambda: spec(extremes), micro={"cp": 7}),
+    # What a function asks for when it runs costs one each, forward and backward.
+    "cp2, a statistic of a statistic": Case(Job(cp=2), lambda: spec(chained), micro={"cp": 6}),
     "cp2, statistics written in place": Case(Job(cp=2), lambda: spec(in_place), micro={"cp": 4}),
     "cp2, one rank empty": Case(Job(cp=2, empty_rank=True), lambda: spec(sequence_mean), micro={"cp": 2}),
     "cp4 packed": Case(Job(cp=4, split=pg.Split(max_tokens=80)), lambda: spec(sequence_mean), micro={"cp": 2}),
@@ -124,6 +153,8 @@ MORE = (
 """Each a part of another case, or the same number on other data."""
 CASES = {name: case for name, case in EVERY.items() if EXHAUSTIVE or name not in MORE}
 calls: list[tuple[str, tuple[int, ...]]] = []
+runs: list[int] = []
+"""One entry for each time that `declared` ran."""
 
 
 def count() -> None:
@@ -172,10 +203,13 @@ def visit(case: Case, rows: list[Any]) -> dict[str, Any]:
     world = {"world": tuple(range(dist.get_world_size()))}
     step.begin(batches)
     plan = taken(world | where)
+    runs.clear()
     losses = jobs.run_schedule(step, chunks)
+    found_runs = len(runs)
     micro, number = taken(where), step.num_microbatches
     step.finish(losses)
     found = {"plan": plan, "micro": micro, "finish": taken(world), "number": number, "last": step.layout.last_stage}
+    found["runs"] = found_runs
     step.score(batches, into="ref")
     found["score"], found["axes"] = taken(world | where), set(where)
     layouts.leave(chunks)
@@ -205,6 +239,11 @@ def test_a_microbatch_is_one_gather_over_tensor_ranks_and_one_for_all_statistics
     for seen in (by_rank[name] for by_rank in found):
         want = {axis: n * seen["number"] for axis, n in CASES[name].micro.items()} if seen["last"] else {}
         assert seen["micro"] == want
+
+
+def test_a_user_s_function_runs_once_for_each_micro_batch(found: Any) -> None:
+    for seen in (by_rank["cp2, three declared"] for by_rank in found):
+        assert seen["runs"] == seen["number"] > 1
 
 
 @pytest.mark.parametrize("name", CASES)

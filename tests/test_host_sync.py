@@ -6,14 +6,17 @@ arranged: arranging is the host's own work, on its own tensors. ``tests/test_gpu
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
 from dispatched import Dispatched
 from steps import pictured
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
 import megatron_pgloss as pg
+from megatron_pgloss.objective import surrogates
 
 ROWS = ("cAAo", "cAAAAo", "ccAoAAo", "cAo")
 SPECS = {name: preset.build(**preset.example) for name, preset in pg.presets.PRESETS.items()}
@@ -47,6 +50,50 @@ def step(spec: pg.LossSpec, rows: tuple[str, ...]) -> tuple[pg.MicroBatch, pg.To
     micro = next(plan.microbatches())
     out = [(-torch.rand(micro.shape, dtype=torch.float64)).requires_grad_() for _ in range(3)]
     return micro, pg.TokenLogprobs(logprob=out[0], entropy=out[1]), out[2]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_loss_runs_forward_and_backward_on_tensors_without_values(name: str) -> None:
+    """Under FakeTensorMode a tensor has shape and dtype and nothing else: what asked for a value would raise."""
+    micro, lp, value = step(SPECS[name], ROWS)
+    pg.policy_loss(lp, micro, value=value)  # arranges the streams, which is the host's own work
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        given = [
+            None if x is None else mode.from_tensor(x.detach()).requires_grad_()
+            for x in (lp.logprob, lp.entropy, value)
+        ]
+        assert given[0] is not None
+        out = pg.policy_loss(pg.TokenLogprobs(logprob=given[0], entropy=given[1]), micro, value=given[2])
+        assert isinstance(out.loss, FakeTensor) and all(isinstance(m.value, FakeTensor) for m in out.metrics.values())
+        out.loss.backward()
+        assert any(isinstance(x.grad, FakeTensor) for x in given if x is not None)
+
+
+def test_what_asks_for_a_value_raises_there() -> None:
+    spec = pg.LossSpec(components=[pg.Term("mine", lambda x: x.logp * float(x.logp.detach().sum()))])
+    micro, lp, _ = step(spec, ROWS)
+    pg.policy_loss(lp, micro)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(DataDependentOutputException):
+        pg.policy_loss(pg.TokenLogprobs(logprob=mode.from_tensor(lp.logprob.detach())), micro)
+
+
+def test_the_arithmetic_of_a_clip_is_four_calls_below_the_loss() -> None:
+    micro, lp, _ = step(pg.presets.ppo(), ROWS)
+    depths = []
+
+    def look(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code is surrogates._clip.__code__:
+            depth, above = 0, frame
+            while above.f_code is not pg.policy_loss.__code__:
+                depth, above = depth + 1, above.f_back
+            depths.append(depth)
+
+    sys.setprofile(look)
+    try:
+        pg.policy_loss(lp, micro)
+    finally:
+        sys.setprofile(None)
+    assert depths and max(depths) <= 4
 
 
 def operations(spec: pg.LossSpec, rows: tuple[str, ...]) -> Dispatched:

@@ -111,7 +111,7 @@ def test_equal_policies_have_ratio_one_and_the_plain_policy_gradient(spec: pg.Lo
     batch = pictured("cAAAA", advantages=advantages, old_logprobs=token_order, rollout_logprobs=token_order)
     answer = solve(batch, spec, logp)
     assert answer.grad_T.tolist() == [-0.25, 0.5, -0.75, 1.0, 0.0] and answer.loss == 0.5
-    for name, value in (("ratio", 1.0), ("ratio_min", 1.0), ("ratio_max", 1.0), ("k1_old", 0.0), ("k3_old", 0.0)):
+    for name, value in (("ratio", 1.0), ("ratio_min", 1.0), ("ratio_max", 1.0), ("k1_old", 0.0), ("k3_old_pi", 0.0)):
         assert answer.metrics[f"rl/{name}"] == value
     assert [answer.metrics[f"rl/clip_{side}"] for side in ("low", "high", "dual")] == [0.0] * 3
 
@@ -202,18 +202,20 @@ def test_truncated_importance_weights_are_constants() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("difference", [100.0, -100.0, 1e4, -1e4])
 def test_an_extreme_log_ratio_is_finite_and_does_not_pull(difference: float, dtype: torch.dtype) -> None:
-    """In every consumer: exp would be infinite in float32. The gradient beyond the bound of 20 is exactly 0."""
+    """In every consumer: exp would be infinite in float32. The gradient beyond the bound of 20 is exactly 0, but
+    for k2, which has no exp: (d^2/2)/2 of two tokens has the slope d/2."""
     for advantage in (1.0, -1.0):
         names = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
         given: dict[str, Tensor] = dict.fromkeys(names, torch.tensor([0.0, -2.0, -2.0], dtype=dtype))
-        spec = pg.presets.grpo(kl=0.1, corrections=[pg.TruncatedIS()]).add(pg.KL(name="k2", estimator="k2"))
+        spec = pg.presets.grpo(kl=0.1, corrections=[pg.TruncatedIS()]).add(pg.KL(name="k2", estimator="k2", coef=0.5))
         logp = torch.tensor([-2.0 + difference, -2.0, NAN], dtype=dtype)
         answer = solve(pictured("cAA", dtype=dtype, advantages=advantage, **given), spec, logp, keep_tokens=True)
-        assert torch.isfinite(torch.tensor(answer.loss)) and answer.grad_T.tolist()[0] == 0.0
-        assert answer.grad_T[1] == -advantage / 2 and answer.metrics["rl/bounded"] == 0.5
-        # A clip decides on its own side, the bound on the other.
+        assert torch.isfinite(torch.tensor(answer.loss)) and answer.grad_T.tolist()[0] == 0.5 * difference / 2
+        # A clip decides on its own side, the bound on the other, and only what it decided it counts.
         gate = {(True, True): 2, (False, False): 1}.get((difference > 0, advantage > 0), 4)
         assert answer.outs[0].tokens["rl"].gate[0, 0] == gate
+        assert answer.grad_T[1] == -advantage / 2 and answer.metrics["rl/bounded"] == (0.5 if gate == 4 else 0.0)
+        assert answer.metrics["kl/bounded"] == 0.5 and "k2/bounded" not in answer.metrics
 
 
 def test_a_zero_or_negative_loss_is_reported() -> None:

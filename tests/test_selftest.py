@@ -96,7 +96,7 @@ def test_a_dropped_cp_factor_is_seen_at_cp_2_and_cannot_be_at_cp_1(found: Any) -
 
 def fault(**changes: Any) -> Fault:
     given = dict(
-        name="old is the policy", target="megatron_pgloss.objective.streams:Streams.raw_log_ratio",
+        name="old is the policy", target="megatron_pgloss.objective.streams:Streams.token_log_ratio",
         imitates="", make=lambda right, at: lambda self: self.logp - self.logp.detach(), shows=EVERYWHERE,
     )  # fmt: skip
     return Fault(**(given | changes))

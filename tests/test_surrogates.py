@@ -83,7 +83,7 @@ def weighed(weight: Callable[[float, float], float]) -> Callable[[float, float, 
 def sapo(r: float, a: float, logp: float) -> Form:
     tau = 1.0 if a > 0 else 1.05
     gate = sigmoid(tau * (r - 1))
-    return -4 / tau * gate * a, -4 * gate * (1 - gate) * r * a
+    return -4 / tau * gate * a, -4 * gate * sigmoid(-tau * (r - 1)) * r * a
 
 
 def gamma(r: float, a: float) -> float:

@@ -1,4 +1,4 @@
-"""Statistics taken over ranks together are those taken one by one, value and gradient, and cost fewer collectives."""
+"""Statistics taken over ranks together are those taken one by one, value and gradient, and cost one collective."""
 
 from __future__ import annotations
 
@@ -10,54 +10,43 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pgloss.maths import UnitSums, running
-from megatron_pgloss.maths.together import NotDeferrable, Placeholder, Together, rounds
+from megatron_pgloss.maths import Asked, UnitSums, running, taken
 from support.worlds import world_fixture
 
-Term = Callable[[Tensor, UnitSums], Tensor]
+Questions = Callable[[Tensor, UnitSums], list[Asked]]
 UNITS, LENGTH = 3, 12
 
 
-def several(v: Tensor, unit: UnitSums) -> Tensor:
+def sums(v: Tensor, unit: UnitSums) -> list[Asked]:
     every = torch.ones_like(v, dtype=torch.bool)
-    return unit.mean(v, every).square() + unit.prefix(v.sin(), every).tanh() + unit.total(v, v.detach() > 0) * v
+    return [unit.asked_mean(v, every), unit.asked_prefix(v.sin(), every), unit.asked_total(v, v.detach() > 0)]
 
 
-def chain(v: Tensor, unit: UnitSums) -> Tensor:
-    every = torch.ones_like(v, dtype=torch.bool)
-    spread = unit.mean((v - unit.mean(v, every)).square(), every)
-    return unit.total(v * spread.detach(), every) + spread
+def extremes(v: Tensor, unit: UnitSums) -> list[Asked]:
+    every, place = torch.ones_like(v, dtype=torch.bool), torch.arange(LENGTH).repeat(UNITS)
+    more = [unit.asked_largest(v, every), running.asked_minimum(unit, v, every)]
+    return [*sums(v, unit), *more, running.asked_discounted(unit, v, every, place, 0.5)]
 
 
-def extremes(v: Tensor, unit: UnitSums) -> Tensor:
-    every = torch.ones_like(v, dtype=torch.bool)
-    return several(v, unit) * unit.largest(v, every) + running.minimum(unit, v, every)
-
-
-def mixed(v: Tensor, unit: UnitSums) -> Tensor:
+def mixed(v: Tensor, unit: UnitSums) -> list[Asked]:
     """Sums in two widths: each keeps its own dtype."""
     every = torch.ones_like(v, dtype=torch.bool)
-    return unit.mean(v.float(), every).to(v.dtype) + unit.prefix(v, every)
+    return [unit.asked_mean(v.float(), every), unit.asked_prefix(v, every)]
 
 
-def written(v: Tensor, unit: UnitSums) -> Tensor:
-    out = torch.zeros_like(v)
-    out[:] = unit.mean(v, torch.ones_like(v, dtype=torch.bool))
-    return out
+def constants(v: Tensor, unit: UnitSums) -> list[Asked]:
+    """Without gradient there is nothing to send back."""
+    every = torch.ones_like(v, dtype=torch.bool)
+    return [unit.asked_joined(how, v, every) for how in ("mean", "sum", "max")]
 
 
-def read(v: Tensor, unit: UnitSums) -> Tensor:
-    return v * float(unit.mean(v, torch.ones_like(v, dtype=torch.bool))[0])
-
-
-TERMS: dict[str, tuple[Term, int]] = {
-    "several": (several, 1),
-    "chain": (chain, 3),
-    "extremes": (extremes, 1),
-    "mixed": (mixed, 1),
+QUESTIONS: dict[str, tuple[Questions, int]] = {
+    "sums": (sums, 2),
+    "extremes": (extremes, 2),
+    "mixed": (mixed, 2),
+    "constants": (constants, 1),
 }
-"""A term, and the collectives of its forward pass."""
-REFUSED: dict[str, Term] = {"written": written, "read": read}
+"""What is asked for, and the collectives forward and backward of all of it together."""
 
 
 def shard(rank: int, world: int) -> tuple[Tensor, dict[str, Any]]:
@@ -69,18 +58,16 @@ def shard(rank: int, world: int) -> tuple[Tensor, dict[str, Any]]:
     return values, dict(unit_N=unit, units=UNITS, chunk_N=chunk, chunks=2 * world)
 
 
-def solve(term: Term, rank: int, world: int, group: Any) -> tuple[Tensor, Tensor]:
+def solve(ask: Questions, rank: int, world: int, *, together: bool) -> tuple[Tensor, Tensor]:
     values, given = shard(rank, world)
-    leaf = values.requires_grad_()
-
-    def run() -> Tensor:
-        return term(leaf, UnitSums(group=group, **given))
-
-    out = rounds(group, run) if isinstance(group, Together) else run()
-    assert not isinstance(out, Placeholder)
-    (out * torch.arange(1, out.numel() + 1)).sum().backward()
+    leaf, group = values.requires_grad_(), dist.group.WORLD
+    asked = ask(leaf, UnitSums(group=group, **given))
+    answers = taken(asked, group) if together else [taken([one], group)[0] for one in asked]
+    flat = torch.cat([answer.double().reshape(-1) for answer in answers])
+    total = (flat.sin() * torch.arange(1, flat.numel() + 1)).sum() + 0 * leaf.sum()
+    total.backward()
     assert leaf.grad is not None
-    return out.detach(), leaf.grad
+    return flat.detach(), leaf.grad
 
 
 def tour(rank: int, world: int) -> dict[str, Any]:
@@ -94,18 +81,13 @@ def tour(rank: int, world: int) -> dict[str, Any]:
 
         setattr(dist, name, counted)
     found: dict[str, Any] = {}
-    for name, (term, _) in TERMS.items():
+    for name, (ask, _) in QUESTIONS.items():
+        apart, one_by_one = solve(ask, rank, world, together=False), count[0]
         count[0] = 0
-        apart = solve(term, rank, world, dist.group.WORLD)
-        one_by_one, count[0] = count[0], 0
-        together = solve(term, rank, world, Together(dist.group.WORLD))
-        gaps = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(together, apart, strict=True)]
+        together = solve(ask, rank, world, together=True)
+        gaps = [float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in zip(together, apart, strict=True)]
         found[name] = {"gaps": gaps, "apart": one_by_one, "together": count[0]}
-    for name, term in REFUSED.items():
         count[0] = 0
-        with pytest.raises(NotDeferrable):
-            solve(term, rank, world, Together(dist.group.WORLD))
-        found[name] = count[0]
     return found
 
 
@@ -113,22 +95,14 @@ found = world_fixture(tour, 2)
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("name", TERMS)
+@pytest.mark.parametrize("name", QUESTIONS)
 def test_values_and_gradients_are_those_of_one_by_one(name: str, found: Any) -> None:
     for seen in (by_rank[name] for by_rank in found):
         assert max(seen["gaps"]) < 1e-14
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("name", TERMS)
-def test_there_are_as_many_collectives_as_the_chain_is_long_each_way(name: str, found: Any) -> None:
-    length = TERMS[name][1]
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_any_number_of_them_is_one_collective_each_way(name: str, found: Any) -> None:
     for seen in (by_rank[name] for by_rank in found):
-        assert length < seen["together"] <= 2 * length
-        assert seen["together"] < seen["apart"] or name == "chain"
-
-
-@pytest.mark.multiproc
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_term_that_needs_the_value_at_once_is_told_apart_before_anything_is_sent(name: str, found: Any) -> None:
-    assert [by_rank[name] for by_rank in found] == [0, 0]
+        assert seen["together"] == QUESTIONS[name][1] < seen["apart"]

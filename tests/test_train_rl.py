@@ -111,7 +111,7 @@ def test_a_short_run_on_tp2_pp2_leaves_its_files(tmp_path: Path) -> None:
     assert all(abs(line["rl/ratio_max"] - 1) < 1e-5 for line in steps if line["update"] == 0)
     assert all(abs(line["rl/ratio_max"] - 1) > 1e-5 for line in steps if line["update"] == 1)
     # The sampler's log-probs are those of the scoring pass.
-    assert all(line["rl/k3_rollout"] < 1e-9 for line in steps if line["update"] == 0)
+    assert all(line["rl/k3_rollout_pi"] < 1e-9 for line in steps if line["update"] == 0)
     assert all(0 <= line["success"] <= 1 and 0 <= line["greedy"] <= 1 for line in iterations)
     assert 0 < end["environment_entropy"] < end["observation_nll"]
     assert end["random policy"] < 0.05 and end["best strategy"] == 1

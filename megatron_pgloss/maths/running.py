@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_pgloss.maths.segments import UnitSums, extreme_over_ranks, sum_over_ranks
+from megatron_pgloss.maths.segments import Asked, UnitSums, taken
 
 
 def minimum(unit: UnitSums, values_N: Tensor, voters_N: Tensor, *, inclusive: bool = True) -> Tensor:
@@ -20,6 +20,11 @@ def minimum(unit: UnitSums, values_N: Tensor, voters_N: Tensor, *, inclusive: bo
         voters_N: bool [N].
         inclusive: whether a position's own value is among them.
     """
+    return taken([asked_minimum(unit, values_N, voters_N, inclusive=inclusive)], unit.group)[0]
+
+
+def asked_minimum(unit: UnitSums, values_N: Tensor, voters_N: Tensor, *, inclusive: bool = True) -> Asked:
+    """`minimum`, to be taken together with others."""
     values_N = values_N.detach()
     voters_N = voters_N & (unit.unit_N >= 0)
     least_N = torch.where(voters_N, values_N, torch.inf)
@@ -30,15 +35,21 @@ def minimum(unit: UnitSums, values_N: Tensor, voters_N: Tensor, *, inclusive: bo
     if not inclusive:
         same_N = piece_N[1:] == piece_N[:-1]
         least_N = torch.cat([torch.full_like(least_N[:1], torch.inf), torch.where(same_N, least_N[:-1], torch.inf)])
+    part = values_N.new_zeros(0)
     if unit.chunks > 1:
         table = torch.full((max(unit.units, 1) * unit.chunks,), torch.inf, dtype=values_N.dtype, device=values_N.device)
         whole_N = torch.where(voters_N, values_N, torch.inf)
-        table = table.scatter_reduce(0, piece_N.clamp(min=0), torch.where(piece_N >= 0, whole_N, torch.inf), "amin")
-        table = extreme_over_ranks(table, "min", unit.group)
-        before_UC = table.reshape(-1, unit.chunks).cummin(1).values.roll(1, 1)
-        before_UC[:, 0] = torch.inf
-        least_N = torch.minimum(least_N, before_UC.reshape(-1)[piece_N.clamp(min=0)])
-    return torch.where(piece_N >= 0, least_N, torch.inf)
+        part = table.scatter_reduce(0, piece_N.clamp(min=0), torch.where(piece_N >= 0, whole_N, torch.inf), "amin")
+
+    def finish(table: Tensor) -> Tensor:
+        found_N = least_N
+        if unit.chunks > 1:
+            before_UC = table.reshape(-1, unit.chunks).cummin(1).values.roll(1, 1)
+            before_UC[:, 0] = torch.inf
+            found_N = torch.minimum(found_N, before_UC.reshape(-1)[piece_N.clamp(min=0)])
+        return torch.where(piece_N >= 0, found_N, torch.inf)
+
+    return Asked(part, finish, "min")
 
 
 def discounted(unit: UnitSums, values_N: Tensor, voters_N: Tensor, position_N: Tensor, gamma: float) -> Tensor:
@@ -51,18 +62,30 @@ def discounted(unit: UnitSums, values_N: Tensor, voters_N: Tensor, position_N: T
         position_N: int64 [N], position inside the sequence; it rises by one within a piece.
         gamma: discount in (0, 1].
     """
+    return taken([asked_discounted(unit, values_N, voters_N, position_N, gamma)], unit.group)[0]
+
+
+def asked_discounted(unit: UnitSums, values_N: Tensor, voters_N: Tensor, position_N: Tensor, gamma: float) -> Asked:
+    """`discounted`, to be taken together with others."""
     voters_N = voters_N & (unit.unit_N >= 0)
     voted_N = torch.where(voters_N, values_N.detach(), 0).double()
     piece_N, after_N = _pieces(unit), voted_N
     for step in _doublings(piece_N):
         later_N = torch.where(piece_N[:-step] == piece_N[step:], after_N[step:], 0) * gamma**step
         after_N = torch.cat([after_N[:-step] + later_N, after_N[-step:]])
-    if unit.chunks > 1:
-        after_N = after_N + _later_chunks(unit, after_N, piece_N, position_N, gamma)
-    return torch.where(piece_N >= 0, after_N, 0).to(values_N.dtype)
+    part = after_N.new_zeros(0) if unit.chunks == 1 else _heads(unit, after_N, piece_N, position_N)
+
+    def finish(table_3P: Tensor) -> Tensor:
+        found_N = after_N
+        if unit.chunks > 1:
+            found_N = found_N + _later_chunks(unit, table_3P, position_N, gamma)
+        return torch.where(piece_N >= 0, found_N, 0).to(values_N.dtype)
+
+    return Asked(part, finish)
 
 
-def _later_chunks(unit: UnitSums, after_N: Tensor, piece_N: Tensor, position_N: Tensor, gamma: float) -> Tensor:
+def _heads(unit: UnitSums, after_N: Tensor, piece_N: Tensor, position_N: Tensor) -> Tensor:
+    """Of each piece of this rank what its first position has, that position, and 1. ``[3, P]``."""
     first_N = torch.ones_like(piece_N, dtype=torch.bool)
     first_N[1:] = piece_N[1:] != piece_N[:-1]
     first_N = first_N & (piece_N >= 0)
@@ -70,12 +93,14 @@ def _later_chunks(unit: UnitSums, after_N: Tensor, piece_N: Tensor, position_N: 
     table_3P = torch.zeros(3, max(unit.units, 1) * unit.chunks, dtype=torch.float64, device=after_N.device)
     values_3K = torch.stack([after_N[first_N], position_N[first_N].double(), torch.ones_like(after_N[first_N])])
     # Each piece lies on one rank, so that a sum is its number.
-    table_3P = table_3P.index_add(1, index_K, values_3K)
-    table_3P = sum_over_ranks(table_3P, unit.group)
+    return table_3P.index_add(1, index_K, values_3K)
+
+
+def _later_chunks(unit: UnitSums, table_3P: Tensor, position_N: Tensor, gamma: float) -> Tensor:
     head_UC, start_UC, there_UC = table_3P.reshape(3, -1, unit.chunks)
     unit_N = unit.unit_N.clamp(min=0)
     chunk_N = unit.chunk_N if unit.chunk_N is not None else torch.zeros_like(unit_N)
-    total_N = torch.zeros_like(after_N)
+    total_N = torch.zeros_like(position_N, dtype=torch.float64)
     for chunk in range(1, unit.chunks):
         later_N = (chunk_N < chunk) & (there_UC[unit_N, chunk] > 0)
         distance_N = torch.where(later_N, start_UC[unit_N, chunk] - position_N, 0)

@@ -72,6 +72,9 @@ def results(metrics: Mapping[str, Metric], plan: Plan) -> dict[str, float]:
         if f"{name}/ratio_sq" in found:
             # Of the member tokens, how many equally weighted ones the ratios are worth: (sum r)^2 / (n sum r^2).
             found[f"{name}/ess"] = found[f"{name}/ratio"] ** 2 / found[f"{name}/ratio_sq"]
+        if f"{name}/is_weight_sq" in found:
+            spread = found[f"{name}/is_weight_sq"] - found[f"{name}/is_weight"] ** 2
+            found[f"{name}/is_weight_std"] = math.sqrt(max(spread, 0.0))
     found["loss"] = sum(coef * found[f"{name}/loss"] for name, coef in plan.coef.items())
     return found
 

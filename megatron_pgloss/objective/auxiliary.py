@@ -8,68 +8,82 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pgloss.maths import bounded, k1, k2, k3
+from megatron_pgloss.maths import k1, k2, k3, sloped
 from megatron_pgloss.maths.topk import topk_divergence
+from megatron_pgloss.objective.outcome import Outcome
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.objective.users import checked
 from megatron_pgloss.spec import KL, Term, TopKDistill, Value
 
-Found = tuple[Tensor, Tensor | None]
-"""A term, float [N], and where the clip of a value loss decided it, bool [N], or None."""
-_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "abs": torch.abs}
+_Of = Callable[[Tensor], Tensor]
+_ESTIMATES: dict[str, tuple[_Of, _Of, _Of]] = {
+    "k1": (k1, torch.ones_like, lambda d_N: 1 + d_N),
+    "k2": (k2, lambda d_N: d_N, lambda d_N: d_N.square() / 2 + d_N),
+    "k3": (k3, lambda d_N: -(-d_N).expm1(), lambda d_N: d_N),
+    "abs": (torch.abs, torch.sign, lambda d_N: d_N.abs() + d_N.sign()),
+}
+"""Estimator to its value, its derivative, and their sum: the derivative of r times the value, over r. Each is formed
+directly: that of k3 would be a difference of two parts as large as exp(-d), of which d is left."""
 
 
-def kl(part: KL, x: Streams) -> Found:
-    """The estimate of KL(pi || base) with the gradient that ``part`` names."""
-    return _kl(part, x), None
-
-
-def _kl(part: KL, x: Streams) -> Tensor:
+def kl(part: KL, x: Streams) -> Outcome:
+    """The estimate of KL(pi || base) with the gradient that ``part`` names. Where the bound holds a ratio, it holds the
+    whole term: no gradient is left to the other factor.
+    """
     if part.estimator == "exact":
-        return x.kl
-    bases: dict[str, Callable[[], Tensor]] = {"ref": lambda: x.ref, "old": lambda: x.old, "rollout": lambda: x.rollout}
-    d_N = bounded(x.logp - bases[part.to](), x.bound)
-    value_N = _ESTIMATORS[part.estimator](d_N)
+        return Outcome(x.kl)
+    d_N = (x.logp - getattr(x, part.to)).detach()
+    value, slope, weighted = _ESTIMATES[part.estimator]
+    value_N, held_N = value(x.bounded(d_N) if part.estimator == "k3" else d_N), torch.zeros_like(x.members)
+    if part.estimator == "k3" and part.gradient != "k2":
+        held_N = x.beyond(d_N)
     if part.gradient == "k2":
-        slope_N = k2(d_N)
-        return value_N.detach() + (slope_N - slope_N.detach())  # straight-through: this value, that gradient
-    if part.gradient == "weighted":
-        return bounded(x.logp - bases[part.base](), x.bound).exp() * value_N
-    return value_N
+        slope_N = d_N  # straight-through: this value, that gradient
+    elif part.gradient == "plain":
+        slope_N = slope(d_N)
+    else:
+        log_N = (x.logp - getattr(x, part.base)).detach()
+        ratio_N = x.bounded(log_N).exp()
+        value_N, slope_N, held_N = ratio_N * value_N, ratio_N * weighted(d_N), held_N | x.beyond(log_N)
+    return Outcome(sloped(value_N, torch.where(held_N, 0, slope_N), x.logp), held_N=held_N & (slope_N != 0))
 
 
-def topk(part: TopKDistill, x: Streams) -> Found:
+def topk(part: TopKDistill, x: Streams) -> Outcome:
     """The divergence from the teacher on its ids."""
-    return topk_divergence(x.chosen, x.wide(part.logprobs), x.wide(part.ids) >= 0, part.direction, part.tail), None
+    there_Nk = x.wide(part.ids) >= 0
+    return Outcome(topk_divergence(x.chosen, x.wide(part.logprobs), there_Nk, part.direction, part.tail))
 
 
-def entropy(part: Any, x: Streams) -> Found:
+def entropy(part: Any, x: Streams) -> Outcome:
     """``-H(pi)``."""
-    return -x.entropy, None
+    return Outcome(-x.entropy)
 
 
-def cross_entropy(part: Any, x: Streams) -> Found:
+def cross_entropy(part: Any, x: Streams) -> Outcome:
     """``-log pi``."""
-    return -x.logp, None
+    return Outcome(-x.logp)
 
 
-def own(part: Term, x: Streams) -> Found:
+def own(part: Term, x: Streams) -> Outcome:
     """What the user's function gives."""
-    return checked(part.function(x), x, f"term {part.name!r}"), None
+    x.ratio_was_read = False
+    term_N = checked(x.call("term", part), x, f"term {part.name!r}")
+    return Outcome(term_N, held_N=x.beyond(x.log_ratio) if x.ratio_was_read else None)
 
 
-def value(part: Value, x: Streams) -> Found:
+def value(part: Value, x: Streams) -> Outcome:
     """Half the larger of the squared errors of V and of V clipped around the old value; and where the clip decided."""
     miss_N = x.value - x.stream("returns")
     if part.clip is None:
-        return miss_N.square() / 2, torch.zeros_like(miss_N, dtype=torch.bool)
+        return Outcome(miss_N.square() / 2, decided_N=torch.zeros_like(miss_N, dtype=torch.bool))
     old_N = x.stream("values")
-    held_N = old_N + (x.value - old_N).clamp(-part.clip, part.clip) - x.stream("returns")
-    decided_N = held_N.square() > miss_N.square()
-    return torch.where(decided_N, held_N, miss_N).square() / 2, decided_N
+    # Not old + clip(V - old): inside the clip that is V but for a rounding, which then decides.
+    near_N = x.value.clamp(old_N - part.clip, old_N + part.clip) - x.stream("returns")
+    decided_N = near_N.square() > miss_N.square()
+    return Outcome(torch.where(decided_N, near_N, miss_N).square() / 2, decided_N=decided_N)
 
 
-TERMS: dict[str, Callable[[Any, Streams], Found]] = {
+TERMS: dict[str, Callable[[Any, Streams], Outcome]] = {
     "kl": kl,
     "entropy": entropy,
     "cross_entropy": cross_entropy,

@@ -20,13 +20,14 @@ from torch import Tensor
 
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.maths import UnitSums
-from megatron_pgloss.objective import ratios
 from megatron_pgloss.objective.grouped import group_terms
+from megatron_pgloss.objective.late import corrected, gate_key
+from megatron_pgloss.objective.links import settle
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.planning import MicroBatch, Plan
 from megatron_pgloss.planning.component_table import Decided, GroupTerm
 from megatron_pgloss.planning.select import Job, draws
-from megatron_pgloss.rules import corrections, gates
+from megatron_pgloss.rules import gates
 from megatron_pgloss.spec import (
     Component,
     CovarianceGate,
@@ -34,7 +35,6 @@ from megatron_pgloss.spec import (
     LossSpec,
     PolicyGradient,
     SecondMomentGate,
-    TruncatedIS,
 )
 
 
@@ -47,10 +47,10 @@ def decide(plan: Plan, micro: MicroBatch, logp_T: Tensor, entropy_T: Tensor | No
     """
     assert plan.spec is not None
     findings, job = {}, Job(plan.ranks)
-    for part in plan.spec.components:
-        x = Streams(micro, part, plan.spec, logp_T, entropy_T)
-        if isinstance(part, PolicyGradient) and (part.has_ratio or part.ratio == "none"):
-            x.log_ratio = ratios.log_ratio(part.axis, x)
+    streams = [Streams(micro, part, plan.spec, logp_T, entropy_T) for part in plan.spec.components]
+    settle(streams, micro, plan.spec)
+    for x in streams:
+        part = x.component
         group: GroupTerm | None = None
         if isinstance(part, PolicyGradient) and part.needs_statistics_pass:
             group = group_terms(part, x, plan)
@@ -74,14 +74,15 @@ def _gates(part: Component, x: Streams, plan: Plan, job: Job, found: Decided) ->
         if gate.needs_statistics_pass:
             spared_T = DECIDE[gate.kind](gate, x, Scene(plan, job, found.thresholds.setdefault(i, {})))
         elif not part.count_rejected:
-            spared_T = gates.passes(gate, x)
-            if spared_T.dtype != torch.bool:
+            said = gates.apply(gate, x, gate_key(i))
+            if said.passes is None:
                 raise DataError(
                     f"{part.name}: count_rejected=False with a soft gate: a factor rejects nothing",
                     expected="a gate that returns bool",
-                    got=spared_T.dtype,
+                    got="a factor",
                     fix="count_rejected=True",
                 )
+            spared_T = said.passes
         else:
             continue
         found.gates[i] = spared_T
@@ -94,24 +95,17 @@ def _corrections(part: Component, x: Streams, spec: LossSpec, job: Job, found: D
 
     A mean is over the members that all corrections leave; gates shrink the numerator alone and are not asked.
     """
+    said = corrected(part, x, spec)
     passes_T = torch.ones_like(x.members)
-    units = {name: x._units(name) for name in ("sequence", "turn")}
-    weighed: list[tuple[int, TruncatedIS, Tensor]] = []
-    for i, rule in enumerate(spec.corrections):
-        if not (spec.is_late(rule) and rule.acts_on(part)):
-            continue
-        log_T = (x.old if rule.ratio_of == "old" else x.logp).detach() - x.rollout
-        weight_T, spared_T = corrections.apply(rule, log_T, units, x._voters("sampled", log_T), x.bound)
-        if spared_T is not None:
-            passes_T = passes_T & spared_T
-        if isinstance(rule, TruncatedIS) and rule.normalizes:
-            assert weight_T is not None
-            weighed.append((i, rule, weight_T))
+    for _, _, verdict in said:
+        passes_T = passes_T if verdict.passes is None else passes_T & verdict.passes
     trained_T = x.members & passes_T
-    for i, rule, weight_T in weighed:
-        counted_T = trained_T if rule.statistic_unit is None else _one_each(units[rule.statistic_unit], trained_T)
-        mean = job.mean(weight_T, counted_T)
-        found.means[i] = mean or 1.0  # nothing is trained: nothing is divided
+    for i, rule, verdict in said:
+        if rule.normalizes and verdict.weight is not None:
+            unit = rule.statistic_unit
+            counted_T = trained_T if unit is None else _one_each(x._units(unit), trained_T)
+            # Nothing is trained: nothing is divided.
+            found.means[i] = job.mean(verdict.weight, counted_T) or 1.0
     return passes_T
 
 

@@ -56,7 +56,7 @@ def _labelled(x: Streams, plan: Plan) -> tuple[Tensor, Tensor]:
     units, batch = plan.local.units, plan.batch
     if batch is None or units is None:
         return torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4, dtype=torch.int64)
-    s_T, seq_T = x.log_ratio.detach().double(), batch.seq_T
+    s_T, seq_T = x.bounded(x.log_ratio).detach().double(), batch.seq_T
     # Float64 sums in token order: rows are whole, so no partition changes them.
     inside_T = x.members & s_T.isfinite()
     picked_3T = torch.stack([inside_T.double(), s_T, x.advantage.double()])

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError
-from megatron_pgloss.maths import selected
+from megatron_pgloss.maths import Asked, selected
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.planning import MicroBatch
-from megatron_pgloss.rules import corrections, gates
-from megatron_pgloss.spec import Component, LossSpec, TruncatedIS
+from megatron_pgloss.rules import Verdict, corrections, gates
+from megatron_pgloss.rules.corrections import Evidence
+from megatron_pgloss.rules.verdict import both
+from megatron_pgloss.spec import Component, LossSpec
+from megatron_pgloss.spec.corrections import Correction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +31,16 @@ class Late:
     """Kind of gate to what it took of each token: 1 dropped, 0 passed, in between for a soft one. float [N]."""
     weight_N: Tensor | None
     """float64 [N]: the product of late importance weights, for metrics."""
+    raw_N: Tensor | None
+    """float64 [N]: the same before truncation."""
     truncated_N: Tensor | None
-    """bool [N]: where one of them was clipped."""
-    rejected_N: Tensor | None
-    """bool [N]: where a late correction rejects."""
+    """bool [N]: where one of them was truncated."""
+    chi2_N: Tensor | None
+    """float64 [N]: ``r^2 - 1`` of the token's ratio to the sampler; None: no late correction weighs."""
+    chi2_sequence_N: Tensor | None
+    """float64 [N]: the same of the product over the token's sequence."""
+    spares_N: Tensor | None
+    """bool [N]: which tokens the late corrections leave; None: none of them rejects."""
 
     def act(self, term_N: Tensor) -> Tensor:
         """The term as it enters the sum: 0 with gradient 0 where dropped."""
@@ -55,6 +65,50 @@ def check_decided(part: Component, micro: MicroBatch) -> None:
         )
 
 
+def gate_key(i: int) -> Hashable:
+    """Under which the streams have what the spec's gate ``i`` asks for."""
+    return ("gate", i)
+
+
+def correction_key(i: int) -> Hashable:
+    """Under which the streams have what the spec's correction ``i`` asks for."""
+    return ("correction", i)
+
+
+def rules(part: Component, spec: LossSpec) -> list[tuple[int, Correction]]:
+    """The corrections on ``part`` that act inside the loss, with their place in the spec."""
+    return [(i, rule) for i, rule in enumerate(spec.corrections) if spec.is_late(rule) and rule.acts_on(part)]
+
+
+def evidence(rule: Correction, x: Streams) -> Evidence:
+    """What a correction inside the loss looks at."""
+    log_N = _log_ratio(rule, x)
+    units = {name: x._units(name) for name in ("sequence", "turn")}
+    return Evidence(units=units, voters_N=x._voters("sampled", log_N), bound=x.bound, log_N=log_N)
+
+
+def _log_ratio(rule: Correction, x: Streams) -> Tensor:
+    return ((x.old if rule.ratio_of == "old" else x.logp).detach() - x.rollout).double()
+
+
+CHI2 = "chi2"
+"""Under which the streams have the sequence's log-ratio to the sampler, where a late correction weighs."""
+
+
+def asked_chi2(part: Component, x: Streams, spec: LossSpec) -> Asked | None:
+    """The statistic behind the metric of the sequence's ratio, of the last late correction that weighs."""
+    weighing = [rule for _, rule in rules(part, spec) if rule.weighs]
+    return x.ask("sum", _log_ratio(weighing[-1], x)) if weighing else None
+
+
+def corrected(part: Component, x: Streams, spec: LossSpec) -> list[tuple[int, Correction, Verdict]]:
+    """What each correction inside the loss says; in the statistics pass too. `links.settle` goes before."""
+    return [
+        (i, rule, corrections.judged(rule, evidence(rule, x), x.answers.get(correction_key(i))))
+        for i, rule in rules(part, spec)
+    ]
+
+
 def late(part: Component, x: Streams, micro: MicroBatch, spec: LossSpec) -> Late:
     """Gates and late corrections of ``part``."""
     passes_N: Tensor | None = None
@@ -63,58 +117,35 @@ def late(part: Component, x: Streams, micro: MicroBatch, spec: LossSpec) -> Late
     for i, gate in enumerate(spec.gates):
         if not gate.acts_on(part):
             continue
-        verdict_N = _verdict(i, part, x, micro, spec)
-        if verdict_N.dtype == torch.bool:
-            passes_N = verdict_N if passes_N is None else passes_N & verdict_N
-            taken_N = (~verdict_N).to(x.logp.dtype)
-        else:
-            factor_N = verdict_N if factor_N is None else factor_N * verdict_N
-            taken_N = 1 - verdict_N
+        decided = micro.gate(part.name, i)
+        said = gates.apply(gate, x, gate_key(i)) if decided is None else Verdict(passes=decided.reshape(-1))
+        passes_N, factor_N = both(passes_N, said.passes), both(factor_N, said.weight)
+        taken_N = (~said.passes).to(x.logp.dtype) if said.passes is not None else 1 - _known(said.weight)
         before = gated.get(gate.kind)
         gated[gate.kind] = taken_N if before is None else torch.maximum(before, taken_N)
-    weight_N, truncated_N, spares_N = _corrections(part, x, micro, spec)
-    if spares_N is not None:
-        passes_N = spares_N if passes_N is None else passes_N & spares_N
+    spares_N: Tensor | None = None
+    weight_N: Tensor | None = None
+    raw_N: Tensor | None = None
+    truncated_N: Tensor | None = None
+    chi2_N: Tensor | None = None
+    chi2_sequence_N: Tensor | None = None
+    for i, rule, said in corrected(part, x, spec):
+        spares_N, raw_N = both(spares_N, said.passes), both(raw_N, said.raw)
+        if said.truncated is not None:
+            truncated_N = said.truncated if truncated_N is None else truncated_N | said.truncated
+        if said.weight is not None:
+            chi2_N = (2 * _log_ratio(rule, x).clamp(-x.bound, x.bound)).expm1()
+            chi2_sequence_N = (2 * x.answer(CHI2).clamp(-x.bound, x.bound)).expm1()
+            mean = micro.mean_weight(part.name, i) if rule.normalizes else 1.0
+            weight_N = both(weight_N, said.weight if mean == 1.0 else said.weight / mean)
     if weight_N is not None:
-        factor_N = weight_N.to(x.logp.dtype) if factor_N is None else factor_N * weight_N.to(x.logp.dtype)
-    rejected_N = None if spares_N is None else ~spares_N
+        factor_N = both(factor_N, weight_N.to(x.logp.dtype))
     return Late(
-        passes_N=passes_N, factor_N=factor_N, gated=gated, weight_N=weight_N, truncated_N=truncated_N,
-        rejected_N=rejected_N,
+        passes_N=both(passes_N, spares_N), factor_N=factor_N, gated=gated, weight_N=weight_N, raw_N=raw_N,
+        truncated_N=truncated_N, chi2_N=chi2_N, chi2_sequence_N=chi2_sequence_N, spares_N=spares_N,
     )  # fmt: skip
 
 
-def _verdict(i: int, part: Component, x: Streams, micro: MicroBatch, spec: LossSpec) -> Tensor:
-    gate = spec.gates[i]
-    decided = micro.gate(part.name, i)
-    if decided is not None:
-        return decided.reshape(-1)
-    return gates.passes(gate, x)
-
-
-def _corrections(
-    part: Component, x: Streams, micro: MicroBatch, spec: LossSpec
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    weight_N: Tensor | None = None
-    truncated_N: Tensor | None = None
-    passes_N: Tensor | None = None
-    rules = spec.corrections_on(part, late=True)
-    if not rules:
-        return None, None, None
-    units = {name: x._units(name) for name in micro.units}
-    for rule in rules:
-        log_N = (x.old if rule.ratio_of == "old" else x.logp).detach() - x.rollout
-        voters_N = x._voters("sampled", log_N)
-        one_N, spares_N = corrections.apply(rule, log_N, units, voters_N, x.bound)
-        if spares_N is not None:
-            passes_N = spares_N if passes_N is None else passes_N & spares_N
-        if one_N is None:
-            continue
-        if isinstance(rule, TruncatedIS):
-            raw_N = corrections.raw_weight(rule, log_N, units, voters_N, x.bound)
-            cut_N = (raw_N > rule.high) | (raw_N < rule.low)
-            truncated_N = cut_N if truncated_N is None else truncated_N | cut_N
-            if rule.normalize:
-                one_N = one_N / micro.mean_weight(part.name, spec.corrections.index(rule))
-        weight_N = one_N if weight_N is None else weight_N * one_N
-    return weight_N, truncated_N, passes_N
+def _known(value_N: Tensor | None) -> Tensor:
+    assert value_N is not None
+    return value_N

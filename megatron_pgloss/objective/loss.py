@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,16 +11,16 @@ from torch import Tensor
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.logprobs import TokenLogprobs
 from megatron_pgloss.maths import finite, flags, selected
-from megatron_pgloss.maths.together import NotDeferrable, Together, rounds
 from megatron_pgloss.metrics import Metric
-from megatron_pgloss.objective import ratios
 from megatron_pgloss.objective.auxiliary import TERMS
-from megatron_pgloss.objective.late import check_decided, late
-from megatron_pgloss.objective.measure import Seen, measure
+from megatron_pgloss.objective.late import Late, check_decided, late
+from megatron_pgloss.objective.links import settle
+from megatron_pgloss.objective.measure import Known, Measured, measure
+from megatron_pgloss.objective.outcome import Outcome
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.objective.surrogates import SURROGATES
 from megatron_pgloss.planning import MicroBatch
-from megatron_pgloss.spec import Component, LossSpec, PolicyGradient
+from megatron_pgloss.spec import Component, PolicyGradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +34,7 @@ class TokenReport:
     ratio: Tensor | None
     """The component's ratio, by its ratio axis, where it has one."""
     gate: Tensor
-    """int8: 0 free, 1 clipped low, 2 clipped high, 3 dual, 4 beyond the log-ratio bound, 5 dropped by a gate, 6
+    """int8: 0 free, 1 clipped low, 2 clipped high, 3 dual, 4 held by the log-ratio bound, 5 dropped by a gate, 6
     rejected by a correction of the current policy, -1 not a member."""
 
 
@@ -103,13 +102,21 @@ def _composed(inputs: dict[str, Tensor], micro: MicroBatch, keep_tokens: bool) -
     tokens: dict[str, TokenReport] = {}
     extra = {name: stream for name, stream in inputs.items() if name not in ("logp", "entropy")}
     streams = [Streams(micro, part, spec, logp_N, inputs.get("entropy"), **extra) for part in spec.components]
-    for x, seen in zip(streams, _terms(streams, micro, spec), strict=True):
+    settle(streams, micro, spec)
+    known = Known(spec, frozenset(micro.table), "entropy" in inputs)
+    for x in streams:
         part = x.component
-        term_N, worth, bad_N = _weighted(seen.late.act(seen.term_N), x, micro.weight(part.name).reshape(-1))
+        check_decided(part, micro)
+        if isinstance(part, PolicyGradient):
+            made = SURROGATES[part.surrogate.kind](x, part.surrogate)
+        else:
+            made = TERMS[part.kind](part, x)
+        acting = late(part, x, micro, spec)
+        term_N, worth, bad_N = _weighted(acting.act(made.term_N), x, micro.weight(part.name).reshape(-1))
         total = total + micro.shared.coef[part.name] * worth
-        metrics |= measure(part, x, worth, bad_N, seen, micro, spec)
+        metrics |= measure(part, Measured(x, worth, bad_N, made, acting, micro), known)
         if keep_tokens:
-            tokens[part.name] = _report(part, x, term_N, seen, micro)
+            tokens[part.name] = _report(part, x, term_N, made, acting, micro)
     return LossOutput(loss=total.to(leaf_N.dtype), metrics=metrics, tokens=tokens)
 
 
@@ -188,38 +195,6 @@ def _chosen(lp: TokenLogprobs | None, micro: MicroBatch, ids: str) -> Tensor:
     return lp.chosen.reshape(math.prod(micro.shape), shape[-1])
 
 
-def _terms(streams: Sequence[Streams], micro: MicroBatch, spec: LossSpec) -> list[Seen]:
-    """Every component's term; under context parallelism with all their statistics over units in one collective."""
-
-    def run() -> list[Seen]:
-        return [_term(x.component, x, micro, spec) for x in streams]
-
-    if micro.group is None:
-        return run()
-    together = Together(micro.group)
-    for x in streams:
-        x.group = together
-    try:
-        return rounds(together, run)
-    except NotDeferrable:  # raised on every rank alike, before any collective of the round
-        for x in streams:
-            x.group = micro.group
-        return run()
-
-
-def _term(part: Component, x: Streams, micro: MicroBatch, spec: LossSpec) -> Seen:
-    """The component's term before gates and weights, with what decided it."""
-    check_decided(part, micro)
-    if isinstance(part, PolicyGradient):
-        if part.has_ratio or part.ratio == "none":
-            x.log_ratio = None  # a ratio of the user's own reads the token's, in every round
-            x.log_ratio = ratios.log_ratio(part.axis, x)
-        term_N, clipped = SURROGATES[part.surrogate.kind](x, part.surrogate)
-        return Seen(term_N=term_N, clipped=clipped, late=late(part, x, micro, spec))
-    term_N, decided_N = TERMS[part.kind](part, x)
-    return Seen(term_N=term_N, decided_N=decided_N, late=late(part, x, micro, spec))
-
-
 def _weighted(term_N: Tensor, x: Streams, weight_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The term with what is broken or outside selected out, its weighted sum, and where it was broken."""
     good_N = x.members & finite(term_N)
@@ -247,18 +222,19 @@ def _guard(stream_N: Tensor, x: Streams, good: Tensor, bad_N: Tensor) -> None:
     stream_N.register_hook(lambda grad: selected(~bad_N & (~elsewhere_N | finite(grad)), grad))
 
 
-def _report(part: Component, x: Streams, term_N: Tensor, seen: Seen, micro: MicroBatch) -> TokenReport:
+def _report(part: Component, x: Streams, term_N: Tensor, made: Outcome, acting: Late, micro: MicroBatch) -> TokenReport:
     gate_N = torch.where(x.members, 0, -1).to(torch.int8)
     ratio = None
     codes: list[tuple[int, Tensor]] = []
     if isinstance(part, PolicyGradient) and part.has_ratio:
         ratio = x.ratio.detach().reshape(micro.shape)
-        codes.append((4, x.raw_log_ratio.detach().abs() > x.bound))
-    if seen.clipped is not None:
-        codes += [(1, seen.clipped.low_N), (2, seen.clipped.high_N), (3, seen.clipped.dual_N)]
-    codes += [(5, taken_N >= 1) for taken_N in seen.late.gated.values()]
-    if seen.late.rejected_N is not None:
-        codes.append((6, seen.late.rejected_N))
+    if made.held_N is not None:
+        codes.append((4, made.held_N))
+    if made.clipped is not None:
+        codes += [(1, made.clipped.low_N), (2, made.clipped.high_N), (3, made.clipped.dual_N)]
+    codes += [(5, taken_N >= 1) for taken_N in acting.gated.values()]
+    if acting.spares_N is not None:
+        codes.append((6, ~acting.spares_N))
     for code, mask_N in codes:
         gate_N = torch.where(mask_N & x.members, code, gate_N).to(torch.int8)
     return TokenReport(

@@ -1,7 +1,10 @@
-"""Metrics of one component on one micro-batch, as typed sums. No host sync. `N` positions."""
+"""Metrics of one component on one micro-batch, as typed sums: the rows of `METRICS` that it has. No host sync. `N`
+positions.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -9,106 +12,238 @@ from torch import Tensor
 
 from megatron_pgloss.maths import bounded, flags, k3, selected
 from megatron_pgloss.maths.topk import log_mass
-from megatron_pgloss.metrics import Metric
+from megatron_pgloss.metrics import METRICS, Metric
+from megatron_pgloss.metrics.table import Kind, Over
 from megatron_pgloss.objective.late import Late
+from megatron_pgloss.objective.outcome import Clipped, Outcome
 from megatron_pgloss.objective.streams import Streams
-from megatron_pgloss.objective.surrogates import Clipped
 from megatron_pgloss.planning import MicroBatch
-from megatron_pgloss.spec import (
-    KL,
-    Component,
-    CrossEntropy,
-    Entropy,
-    LossSpec,
-    PolicyGradient,
-    TopKDistill,
-    Value,
-)
+from megatron_pgloss.spec import Component, LossSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """A component's term before gates and weights, and what decided it."""
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What every rank knows of the step before the loss runs."""
 
-    term_N: Tensor
-    late: Late
-    clipped: Clipped | None = None
-    decided_N: Tensor | None = None
-    """bool [N]: where the clip of a value loss decided."""
+    spec: LossSpec
+    streams: frozenset[str]
+    entropy: bool
+
+    @property
+    def kept(self) -> bool:
+        """Whether tokens are scored on kept sets."""
+        return self.spec.kept is not None
+
+    @property
+    def samplers_old(self) -> bool:
+        """Whether the base of the ratio and the sampler are two policies, both with log-probs."""
+        return "rollout" in self.streams and self.spec.old not in ("policy", "rollout")
+
+    def weighs(self, part: Component) -> bool:
+        """Whether a correction weighs the component."""
+        return any(rule.weighs and rule.acts_on(part) for rule in self.spec.corrections)
+
+    def rejects(self, part: Component) -> bool:
+        """Whether a correction rejects tokens of the component."""
+        return any(rule.rejects and rule.acts_on(part) for rule in self.spec.corrections)
+
+    def gated(self, part: Component, kind: str) -> bool:
+        """Whether a gate of this kind acts on the component."""
+        return any(gate.kind == kind and gate.acts_on(part) for gate in self.spec.gates)
 
 
 def names(part: Component, spec: LossSpec, streams: frozenset[str], entropy: bool) -> list[str]:
     """The metrics of ``part``, in order: a function of the spec and of what the step carries, equal on all ranks."""
-    out = ["loss", "fault", "fault_at"]
-    if isinstance(part, PolicyGradient):
-        if part.has_ratio:
-            out += ["ratio", "ratio_sq", "ratio_min", "ratio_max", "bounded", "k1_old", "k3_old"]
-            out += ["unit_ratio", "unit_ratio_min", "unit_ratio_max"] if part.ratio != "token" else []
-        if part.surrogate.bounds:
-            out += ["clip_low", "clip_high", "clip_dual"]
-        out += [f"k3_{base}" for base in ("rollout", "ref") if base in streams]
-        out += ["entropy"] if entropy else []
-        out += ["kept_fraction", "outside"] if spec.kept is not None else []
-    out += dict.fromkeys(f"gate_{gate.kind}" for gate in spec.gates if gate.acts_on(part))
-    if any(rule.weighs for late in (False, True) for rule in spec.corrections_on(part, late=late)):
-        out += ["is_weight", "is_truncated"]
-    if any(rule.rejects for rule in spec.corrections_on(part, late=True)):
-        out.append("rejected")
-    if isinstance(part, CrossEntropy):
-        out.append("nll")
-    if isinstance(part, Entropy):
-        out.append("entropy")
-    if isinstance(part, KL):
-        out.append("kl")
-    if isinstance(part, TopKDistill):
-        out += ["divergence", "teacher_mass", "policy_mass"]
-    if isinstance(part, Value):
-        out += ["value", "returns", "value_error", "value_clipped"]
-    return [f"{part.name}/{name}" for name in out]
+    known = Known(spec, streams, entropy)
+    return [f"{part.name}/{row.suffix}" for row in METRICS if row.when(part, known)]
 
 
-def measure(
-    part: Component, x: Streams, worth: Tensor, bad_N: Tensor, seen: Seen, micro: MicroBatch, spec: LossSpec
-) -> dict[str, Metric]:
-    """All metrics that `names` lists.
+class Measured:
+    """What the rows of `METRICS` take their values from; each property is computed once."""
 
-    Args:
-        worth: the component's own value, before its coefficient.
-        bad_N: bool [N]: where the term or what it reads was not finite.
-    """
+    def __init__(
+        self, x: Streams, worth: Tensor, bad_N: Tensor, outcome: Outcome, late: Late, micro: MicroBatch
+    ) -> None:
+        self.x, self.worth, self._bad_N = x, worth, bad_N
+        self._outcome, self._late, self._micro = outcome, late, micro
+        self._plan = micro.corrected(x.component.name)
+        self._over: dict[Over, Among] = {}
+
+    def over(self, which: Over) -> Among:
+        """The set of this name."""
+        if which not in self._over:
+            self._over[which] = Among({
+                "members": lambda: self.x.members,
+                "kept": lambda: self.x.members | _there(self.x.outside),
+                "before": lambda: self._before,
+                "applied": lambda: self.x.members if self._late.spares_N is None else self._spared,
+                "first": lambda: self._flag("first"),
+                "taught": lambda: self.x.members & self._there_Nk.any(1),
+            }[which]())  # fmt: skip
+        return self._over[which]
+
+    @functools.cached_property
+    def faults(self) -> Tensor:
+        """How many tokens are broken."""
+        return self._bad_N.count_nonzero().double()
+
+    @property
+    def first_fault(self) -> Tensor:
+        """The place of the first broken token in the streams of this rank; infinity where there is none.
+
+        The first one in the micro-batch is also the first in the streams: an arrangement keeps the order of tokens.
+        """
+        never = self._bad_N.new_full((), torch.inf, dtype=torch.float64)
+        if not self._bad_N.numel():
+            return never
+        place_N = self._micro.index_N.to(self._bad_N.device, non_blocking=True)
+        first = place_N.take(self._bad_N.view(torch.uint8).argmax()).double()
+        return torch.where(self.faults > 0, first, never)
+
+    @functools.cached_property
+    def log_ratio(self) -> Tensor:
+        """log pi - log old of the token."""
+        return self.x.token_log_ratio.detach()
+
+    @functools.cached_property
+    def ratio(self) -> Tensor:
+        """pi/old of the token; in float32 it would overflow long before it is of no interest."""
+        return self.log_ratio.double().exp()
+
+    @functools.cached_property
+    def unit_ratio(self) -> Tensor:
+        """The component's own ratio."""
+        return self.x.ratio.detach().double()
+
+    def k3(self, first: str, second: str) -> Tensor:
+        """The estimate of KL(first || second) from tokens of first; beyond the bound it is the one at the bound."""
+        return k3(bounded(getattr(self.x, first).detach() - getattr(self.x, second).detach(), self.x.bound))
+
+    @property
+    def clipped(self) -> Clipped:
+        """Which bound decided each token."""
+        assert self._outcome.clipped is not None
+        return self._outcome.clipped
+
+    @property
+    def held(self) -> Tensor:
+        """Where the log-ratio's bound took the gradient."""
+        return self._none if self._outcome.held_N is None else self._outcome.held_N
+
+    @property
+    def gated(self) -> dict[str, Tensor]:
+        """Kind of gate to what it took."""
+        return self._late.gated
+
+    @property
+    def term(self) -> Tensor:
+        """The term before gates and weights."""
+        return self._outcome.term_N
+
+    @property
+    def kept_fraction(self) -> Tensor:
+        """Size of the kept set over the vocabulary's."""
+        return torch.ones_like(self.x.logp) if self.x.kept is None else self.x.kept
+
+    @functools.cached_property
+    def weight(self) -> Tensor:
+        """Product of all importance weights as applied."""
+        return self._product("weight", self._late.weight_N)
+
+    @property
+    def raw(self) -> Tensor:
+        """The same before truncation and division."""
+        return self._product("raw", self._late.raw_N)
+
+    @property
+    def truncated(self) -> Tensor:
+        """Where one of them was truncated."""
+        late_N = self._late.truncated_N
+        return self._flag("truncated") if late_N is None else self._flag("truncated") | late_N
+
+    @property
+    def chi2(self) -> Tensor:
+        """r^2 - 1 of the token's ratio to the sampler."""
+        return self._flag("chi2") if self._late.chi2_N is None else self._late.chi2_N
+
+    @property
+    def chi2_sequence(self) -> Tensor:
+        """The same of the product over the sequence."""
+        return self._flag("chi2_sequence") if self._late.chi2_sequence_N is None else self._late.chi2_sequence_N
+
+    @property
+    def rejected(self) -> Tensor:
+        """Where a correction rejects."""
+        return ~(self.x.members if self._late.spares_N is None else self._spared)
+
+    @property
+    def _there_Nk(self) -> Tensor:
+        return self.x.wide(self.x.component.ids) >= 0  # type: ignore[attr-defined]
+
+    @property
+    def teacher_mass(self) -> Tensor:
+        """What the teacher has on its ids."""
+        return log_mass(self.x.wide(self.x.component.logprobs), self._there_Nk).exp()  # type: ignore[attr-defined]
+
+    @property
+    def policy_mass(self) -> Tensor:
+        """What the policy has on the teacher's ids."""
+        return log_mass(self.x.chosen, self._there_Nk).exp()
+
+    @property
+    def value_error(self) -> Tensor:
+        """(V - returns)^2."""
+        return (self.x.value - self.x.stream("returns")).square()
+
+    @property
+    def value_clipped(self) -> Tensor:
+        """Where the clip of the value decided."""
+        assert self._outcome.decided_N is not None
+        return self._outcome.decided_N
+
+    @property
+    def _none(self) -> Tensor:
+        return torch.zeros_like(self.x.members)
+
+    @property
+    def _spared(self) -> Tensor:
+        assert self._late.spares_N is not None
+        return self.x.members & self._late.spares_N
+
+    @functools.cached_property
+    def _before(self) -> Tensor:
+        # Planned members that are none here have a broken log-prob, or lie outside their kept set.
+        gone_N = self._micro.members(self.x.component.name).reshape(-1) & ~self.x.members
+        return self._flag("before") & ~gone_N
+
+    def _flag(self, name: str) -> Tensor:
+        assert self._plan is not None
+        found: Tensor = getattr(self._plan, name)
+        return found.reshape(-1)
+
+    def _product(self, name: str, late_N: Tensor | None) -> Tensor:
+        early_N = self._flag(name).double()
+        return early_N if late_N is None else early_N * late_N
+
+
+def _there(mask_N: Tensor | None) -> Tensor:
+    assert mask_N is not None
+    return mask_N
+
+
+def measure(part: Component, found: Measured, known: Known) -> dict[str, Metric]:
+    """All metrics that `names` lists."""
+    out: dict[str, Metric] = {}
     with torch.no_grad():
-        over = Among(x.members)
-        found: dict[str, Metric] = {"loss": Metric.sum(worth), **_faults(bad_N, micro)}
-        if isinstance(part, PolicyGradient):
-            found |= _policy(part, x, over, seen)
-            if x.outside is not None:
-                found["kept_fraction"] = over.mean(torch.ones_like(x.logp) if x.kept is None else x.kept)
-                found["outside"] = Among(x.members | x.outside).share(x.outside)
-        for kind, taken_N in seen.late.gated.items():
-            found[f"gate_{kind}"] = over.mean(taken_N)
-        if any(rule.weighs for late in (False, True) for rule in spec.corrections_on(part, late=late)):
-            found |= _weights(part, x, seen.late, micro)
-        if seen.late.rejected_N is not None:
-            found["rejected"] = over.share(seen.late.rejected_N)
-        if isinstance(part, CrossEntropy):
-            found["nll"] = over.mean(-x.logp)
-        if isinstance(part, Entropy):
-            found["entropy"] = over.mean(x.entropy)
-        if isinstance(part, KL):
-            found["kl"] = over.mean(seen.term_N)
-        if isinstance(part, TopKDistill):
-            there_Nk = x.wide(part.ids) >= 0
-            taught = Among(x.members & there_Nk.any(1))
-            found["divergence"] = taught.mean(seen.term_N)
-            found["teacher_mass"] = taught.mean(log_mass(x.wide(part.logprobs), there_Nk).exp())
-            found["policy_mass"] = taught.mean(log_mass(x.chosen, there_Nk).exp())
-        if isinstance(part, Value):
-            returns_N = x.stream("returns")
-            found["value"], found["returns"] = over.mean(x.value), over.mean(returns_N)
-            found["value_error"] = over.mean((x.value - returns_N).square())
-            assert seen.decided_N is not None
-            found["value_clipped"] = over.share(seen.decided_N)
-    return {f"{part.name}/{name}": metric for name, metric in found.items()}
+        for row in METRICS:
+            if row.when(part, known):
+                value = row.value(found)
+                if row.over:
+                    metric = found.over(row.over).metric(row.kind, value)
+                else:
+                    metric = Metric(row.kind, value.detach().double())
+                out[f"{part.name}/{row.suffix}"] = metric
+    return out
 
 
 class Among:
@@ -119,6 +254,12 @@ class Among:
         self._number: Tensor | None = None
         self._flags: dict[torch.dtype, Tensor] = {}
         self._outside: dict[torch.dtype, Tensor] = {}
+
+    def metric(self, kind: Kind, value_N: Tensor) -> Metric:
+        """The reduction of this kind; a mean of truths is a share."""
+        if kind == "mean":
+            return self.share(value_N) if value_N.dtype == torch.bool else self.mean(value_N)
+        return self.least(value_N) if kind == "min" else self.most(value_N)
 
     @property
     def number(self) -> Tensor:
@@ -156,63 +297,3 @@ class Among:
         if value_N.dtype not in self._outside:
             self._outside[value_N.dtype] = 1 - self._flags[value_N.dtype].reciprocal()  # 0 inside, -inf outside
         return (picked_N + self._outside[value_N.dtype]).amax().double()
-
-
-def _faults(bad_N: Tensor, micro: MicroBatch) -> dict[str, Metric]:
-    """How many tokens are broken, and the place of the first of them in the streams of this rank.
-
-    The first one in the micro-batch is also the first in the streams: an arrangement keeps the order of tokens.
-    """
-    number, never = bad_N.count_nonzero().double(), bad_N.new_full((), torch.inf, dtype=torch.float64)
-    if not bad_N.numel():
-        return {"fault": Metric("sum", number), "fault_at": Metric("min", never)}
-    place_N = micro.index_N.to(bad_N.device, non_blocking=True)
-    first = place_N.take(bad_N.view(torch.uint8).argmax()).double()
-    return {"fault": Metric("sum", number), "fault_at": Metric("min", torch.where(number > 0, first, never))}
-
-
-def _policy(part: PolicyGradient, x: Streams, over: Among, seen: Seen) -> dict[str, Metric]:
-    found: dict[str, Metric] = {}
-    if part.has_ratio:
-        found |= _ratio(x, over)
-        if part.ratio != "token":
-            unit_N = x.ratio.double()
-            found["unit_ratio"] = over.mean(unit_N)
-            found["unit_ratio_min"], found["unit_ratio_max"] = over.least(unit_N), over.most(unit_N)
-    if seen.clipped is not None:
-        found["clip_low"] = over.share(seen.clipped.low_N)
-        found["clip_high"] = over.share(seen.clipped.high_N)
-        found["clip_dual"] = over.share(seen.clipped.dual_N)
-    for base in ("rollout", "ref"):
-        if x.has(base):
-            found[f"k3_{base}"] = over.mean(k3(bounded(x.logp - getattr(x, base), x.bound)))
-    if x.has_entropy:
-        found["entropy"] = over.mean(x.entropy)
-    return found
-
-
-def _weights(part: Component, x: Streams, late: Late, micro: MicroBatch) -> dict[str, Metric]:
-    """Importance weights of the plan and of the loss, over the members before any rejection."""
-    made = micro.corrected(part.name)
-    over = Among(x.members if made is None else made.before.reshape(-1))
-    weight_N = torch.ones_like(x.logp, dtype=torch.float64) if made is None else made.weight.reshape(-1).double()
-    cut_N = torch.zeros_like(x.members) if made is None else made.truncated.reshape(-1)
-    if late.weight_N is not None:
-        weight_N = weight_N * late.weight_N
-    if late.truncated_N is not None:
-        cut_N = cut_N | late.truncated_N
-    return {"is_weight": over.mean(weight_N), "is_truncated": over.share(cut_N)}
-
-
-def _ratio(x: Streams, over: Among) -> dict[str, Metric]:
-    raw_N = x.raw_log_ratio
-    ratio_N = raw_N.double().exp()  # in float32 it would overflow long before it is of no interest
-    return {
-        "ratio": over.mean(ratio_N),
-        "ratio_sq": over.mean(ratio_N.square()),
-        "ratio_min": over.least(ratio_N),
-        "ratio_max": over.most(ratio_N),
-        "bounded": over.share(raw_N.abs() > x.bound),
-        "k1_old": over.mean(raw_N),
-        "k3_old": over.mean(k3(bounded(raw_N, x.bound))),
-    }

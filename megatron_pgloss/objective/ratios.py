@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_pgloss.maths import bounded
+from megatron_pgloss.maths import Asked
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.objective.users import checked
 from megatron_pgloss.spec import CustomRatio, Ratio
 from megatron_pgloss.spec.ratios import AnyRatio
 
+KEY = "ratio"
+"""Under which the streams have the axis' own statistic."""
+
+
+def asked(axis: AnyRatio | None, x: Streams) -> Asked | None:
+    """The statistic over units that the axis takes, or None."""
+    if not isinstance(axis, Ratio) or axis.statistic_unit is None:
+        return None
+    d_N = x.token_log_ratio
+    if axis.statistic == "prefix_min":
+        return x.ask_prefix_min(d_N, axis.level, axis.over, inclusive=False)
+    return x.ask(axis.statistic, d_N, axis.level, axis.over)
+
 
 def log_ratio(axis: AnyRatio | None, x: Streams) -> Tensor:
-    """log r of every position, bounded, with the gradient that the axis names; see `megatron_pgloss.spec.ratios`.
+    """log r of every position, with the gradient that the axis names; see `megatron_pgloss.spec.ratios`. The bound acts
+    where exp is taken, on this number and not on what it is a statistic of.
 
     Args:
         axis: None is ``none``: 0 with the gradient of log pi.
@@ -21,21 +35,12 @@ def log_ratio(axis: AnyRatio | None, x: Streams) -> Tensor:
     if axis is None:
         return own_N
     if isinstance(axis, CustomRatio):
-        return bounded(checked(axis.function(x), x, f"ratio {axis.to_import_path()}"), x.bound)
+        return checked(x.call(KEY, axis), x, f"ratio {axis.to_import_path()}")
     assert isinstance(axis, Ratio)
-    if axis.level == "token":
+    if axis.statistic_unit is None:
         return x.token_log_ratio  # a statistic of one token: both gradients are the same
-    s_N = _statistic(axis, x)
+    s_N = x.answer(KEY)
+    if axis.statistic == "prefix_min":
+        s_N = x.token_log_ratio + s_N
     # Held fixed, the statistic is a constant factor; the token keeps its own gradient.
-    return bounded(s_N if axis.gradient == "through" else s_N.detach() + own_N, x.bound)
-
-
-def _statistic(axis: Ratio, x: Streams) -> Tensor:
-    d_N = x.token_log_ratio
-    if axis.statistic == "mean":
-        return x.unit_mean(d_N, axis.level, axis.over)
-    if axis.statistic == "sum":
-        return x.unit_sum(d_N, axis.level, axis.over)
-    if axis.statistic == "prefix":
-        return x.prefix_sum(d_N, axis.level, axis.over)
-    return d_N + x.prefix_min(d_N, axis.level, axis.over, inclusive=False)
+    return s_N if axis.gradient == "through" else s_N.detach() + own_N

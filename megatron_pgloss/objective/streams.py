@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError
-from megatron_pgloss.maths import bounded, finite, flags, selected
+from megatron_pgloss.maths import beyond, bounded, finite, flags, selected
 from megatron_pgloss.objective.unit_statistics import Over, UnitStatistics
 from megatron_pgloss.planning import MicroBatch
 from megatron_pgloss.spec import Component, LossSpec
@@ -38,7 +38,11 @@ class Streams(UnitStatistics):
     ) -> None:
         self._micro, self._spec, self.component = micro, spec, component
         self.group = micro.group
+        self.answers = {}
+        self._caller = None
         self._axis: Tensor | None = None
+        self.ratio_was_read = False
+        """Whether somebody asked for ``ratio``: of a user's function nothing else says that the bound may hold it."""
         self._chosen = computed.pop("chosen", None)
         given = {"entropy": entropy_N} | computed
         self._given = {name: stream for name, stream in given.items() if stream is not None}
@@ -195,32 +199,37 @@ class Streams(UnitStatistics):
         return self._micro.stream(stream) is not None
 
     @property
-    def raw_log_ratio(self) -> Tensor:
-        """log pi - log old of the token, before the bound."""
+    def token_log_ratio(self) -> Tensor:
+        """log pi - log old of the token."""
         return self.logp - self.old
 
     @property
-    def token_log_ratio(self) -> Tensor:
-        """log pi - log old of the token, bounded to the spec's ``log_ratio_bound`` (gradient 0 beyond)."""
-        raw_N = self.raw_log_ratio
-        fixed_N = raw_N.detach()
-        # An infinite one is no ratio: it must not come out of the bound as a number that votes. Its difference from
-        # itself is NaN, that of any other 0.
-        return bounded(raw_N, self.bound) + (fixed_N - fixed_N)
-
-    @property
     def log_ratio(self) -> Tensor:
-        """Log of the component's ratio: by its ratio axis in a surrogate and its gates, else of the token; bounded."""
+        """Log of the component's ratio: by its ratio axis in a surrogate and its gates, else of the token. Unbounded:
+        ``log_ratio_bound`` acts on what is exponentiated, which is `ratio`.
+        """
         return self.token_log_ratio if self._axis is None else self._axis
 
     @log_ratio.setter
     def log_ratio(self, value_N: Tensor | None) -> None:
         self._axis = value_N
 
+    def bounded(self, log_N: Tensor) -> Tensor:
+        """A logarithm held within the spec's ``log_ratio_bound``, for exp: constant beyond it."""
+        fixed_N = log_N.detach()
+        # An infinite one is no ratio: it must not come out of the bound as a number. Its difference from itself is
+        # NaN, that of any other 0.
+        return bounded(log_N, self.bound) + (fixed_N - fixed_N)
+
+    def beyond(self, log_N: Tensor) -> Tensor:
+        """bool [N]: where `bounded` holds a logarithm."""
+        return beyond(log_N, self.bound)
+
     @property
     def ratio(self) -> Tensor:
-        """exp of ``log_ratio``."""
-        return self.log_ratio.exp()
+        """exp of ``log_ratio`` within the spec's ``log_ratio_bound``; of gradient 0 beyond."""
+        self.ratio_was_read = True
+        return self.bounded(self.log_ratio).exp()
 
 
 def _flat(micro: MicroBatch, name: str) -> Tensor:

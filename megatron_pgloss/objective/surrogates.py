@@ -1,60 +1,58 @@
 """Surrogates: streams of a component to its policy-gradient term. Everything is elementwise on `[N]`.
 
-One function per kind, ``(x, part) -> (term, clipped)``, in the table `SURROGATES`; the formulas stand in
+One function per kind, ``(x, part) -> Outcome``, in the table `SURROGATES`; the formulas stand in
 `megatron_pgloss.spec.surrogates`. Branches are chosen before exp, so that a clipped token has gradient exactly 0 and an
-unbounded one never meets ``0 * inf``.
+unbounded one never meets ``0 * inf``. A log-ratio is bounded where it is exponentiated (`Streams.ratio`,
+`Streams.bounded`), and nowhere else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_pgloss.maths import bounded, flags, selected
+from megatron_pgloss.maths import Asked, flags, selected, sloped
+from megatron_pgloss.objective.outcome import Clipped, Outcome
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.objective.users import checked
 from megatron_pgloss.spec import CISPO, DRO, FIPO, GMPO, REAL, SAPO, TOPR, VESPO, Clip, Surrogate
+from megatron_pgloss.spec.surrogates import AnySurrogate
+
+KEY = "surrogate"
+"""Under which the streams have the surrogate's own statistic."""
 
 
-@dataclass(frozen=True, slots=True)
-class Clipped:
-    """Which bound decided each token, bool [N]."""
-
-    low_N: Tensor
-    high_N: Tensor
-    dual_N: Tensor
-
-    @property
-    def any_N(self) -> Tensor:
-        """bool [N]: some bound."""
-        return self.low_N | self.high_N | self.dual_N
-
-
-Term = tuple[Tensor, Clipped | None]
-
-
-def reinforce(x: Streams, part: Any) -> Term:
+def reinforce(x: Streams, part: Any) -> Outcome:
     """``-A log pi``."""
-    return -x.advantage * x.logp, None
+    return Outcome(-x.advantage * x.logp)
 
 
-def unclipped(x: Streams, part: Any) -> Term:
+def unclipped(x: Streams, part: Any) -> Outcome:
     """``-r A``."""
-    return -x.advantage * x.ratio, None
+    return Outcome(-x.advantage * x.ratio, held_N=_held(x, x.log_ratio))
 
 
-def clip(x: Streams, part: Clip) -> Term:
+def clip(x: Streams, part: Clip) -> Outcome:
     """``-min(r A, clip(r, 1 - low, 1 + high) A)``, with a cap for A < 0 where ``dual`` or ``delta``."""
     low, high = x.number(part.low), x.number(part.high)
     cap: Any = part.dual if part.delta is None else part.delta
     if part.delta is not None and isinstance(high, Tensor):
         cap = (1 + high).clamp(min=part.delta)  # where a token's upper bound is above delta, that bound is its cap
-    return _clip(x.log_ratio, x.advantage, low, high, cap)
+    return _clipped(x, x.advantage, low, high, cap)
+
+
+def _held(x: Streams, log_N: Tensor) -> Tensor:
+    """bool [N]: where the bound holds ``exp(log)``, whose factor A is not 0."""
+    return x.beyond(log_N) & (x.advantage != 0)
+
+
+def _clipped(x: Streams, advantage_N: Tensor, low: Any, high: Any, cap: Any) -> Outcome:
+    term_N, which = _clip(x.bounded(x.log_ratio), advantage_N, low, high, cap)
+    return Outcome(term_N, which, _held(x, x.log_ratio) & ~which.any_N)
 
 
 def _clip(log_ratio_N: Tensor, advantage_N: Tensor, low: Any, high: Any, cap: Any) -> tuple[Tensor, Clipped]:
@@ -72,10 +70,10 @@ def _clip(log_ratio_N: Tensor, advantage_N: Tensor, low: Any, high: Any, cap: An
     return -advantage_N * factor_N, which
 
 
-def _weighed(x: Streams, weight_N: Tensor, low_N: Tensor, high_N: Tensor) -> Term:
+def _weighed(x: Streams, weight_N: Tensor, low_N: Tensor, high_N: Tensor) -> Outcome:
     """``-sg(w) A log pi``, and where the weight stood at a bound."""
     term_N = -weight_N.detach() * x.advantage * x.logp
-    return term_N, Clipped(low_N, high_N, torch.zeros_like(low_N))
+    return Outcome(term_N, Clipped(low_N, high_N, torch.zeros_like(low_N)))
 
 
 def _either(x: Streams, first_N: Tensor, one: float, other: float) -> Tensor:
@@ -83,7 +81,7 @@ def _either(x: Streams, first_N: Tensor, one: float, other: float) -> Tensor:
     return torch.where(first_N, x.logp.new_tensor(one), x.logp.new_tensor(other))
 
 
-def cispo(x: Streams, part: CISPO) -> Term:
+def cispo(x: Streams, part: CISPO) -> Outcome:
     """The ratio clipped and held fixed."""
     ratio_N = x.ratio.detach()
     relative = part.bound == "relative"
@@ -99,7 +97,7 @@ def cispo(x: Streams, part: CISPO) -> Term:
     return _weighed(x, weight_N, low_N, high_N)
 
 
-def topr(x: Streams, part: TOPR) -> Term:
+def topr(x: Streams, part: TOPR) -> Outcome:
     """The ratio clipped by bounds of each sign and held fixed."""
     ratio_N, up_N = x.ratio.detach(), x.advantage > 0
     low_N = torch.where(up_N, ratio_N < part.positive[0], ratio_N < part.negative[0])
@@ -108,80 +106,107 @@ def topr(x: Streams, part: TOPR) -> Term:
     return _weighed(x, weight_N, low_N, high_N)
 
 
-def vespo(x: Streams, part: VESPO) -> Term:
+def vespo(x: Streams, part: VESPO) -> Outcome:
     """``phi(r)`` held fixed; its logarithm is formed first."""
-    log_N, up_N = x.log_ratio.detach(), x.advantage >= 0
+    log_N, up_N = x.bounded(x.log_ratio.detach()), x.advantage >= 0
     k_N = _either(x, up_N, part.k_positive, part.k_negative)
     lam_N = _either(x, up_N, part.lam_positive, part.lam_negative)
     weight_N = (k_N * log_N - lam_N * log_N.expm1()).exp()
-    return -weight_N * x.advantage * x.logp, None
+    return Outcome(-weight_N * x.advantage * x.logp)
 
 
-def sapo(x: Streams, part: SAPO) -> Term:
+def sapo(x: Streams, part: SAPO) -> Outcome:
     """``-(4/tau) sigmoid(tau (r - 1)) A``."""
     tau_N = _either(x, x.advantage > 0, part.tau_positive, part.tau_negative)
-    # expm1 keeps the digits of r - 1 near r = 1.
-    return -x.advantage * torch.sigmoid(tau_N * x.log_ratio.expm1()) * 4 / tau_N, None
+    log_N = x.bounded(x.log_ratio)
+    # expm1 keeps the digits of r - 1 near r = 1; its own derivative, result + 1, loses those of a small r.
+    inner_N = tau_N * log_N.detach().expm1()
+    value_N = -x.advantage * torch.sigmoid(inner_N) * 4 / tau_N
+    slope_N = -4 * x.advantage * torch.sigmoid(inner_N) * torch.sigmoid(-inner_N) * log_N.detach().exp()
+    return Outcome(sloped(value_N, slope_N, log_N), held_N=_held(x, x.log_ratio))
 
 
-def gmpo(x: Streams, part: GMPO) -> Term:
-    """``-A exp(mean of clipped d)`` over the unit."""
+def _gmpo_clipped(x: Streams, part: GMPO) -> tuple[Tensor, Clipped]:
     d_N, advantage_N = x.token_log_ratio, x.stream("advantages")
     low, high = x.number(part.low), x.number(part.high)
     raw_N = d_N.detach()
     high_N, low_N = (advantage_N > 0) & (raw_N > high), (advantage_N < 0) & (raw_N < -low)
     m_N = torch.where(high_N, high, torch.where(low_N, -low, torch.where(advantage_N == 0, 0, d_N)))
-    # An advantage that is no number has no sign: its token does not vote.
-    m_N = torch.where(advantage_N.isfinite(), m_N, torch.nan)
-    mean_N = bounded(x.unit_mean(m_N, part.unit), x.bound)
-    return -x.advantage * mean_N.exp(), Clipped(low_N, high_N, torch.zeros_like(low_N))
+    # An advantage that is no number has no sign, and an infinite d is no ratio: such a token does not vote.
+    m_N = torch.where(advantage_N.isfinite() & raw_N.isfinite(), m_N, torch.nan)
+    return m_N, Clipped(low_N, high_N, torch.zeros_like(low_N))
 
 
-def dro(x: Streams, part: DRO) -> Term:
+def gmpo(x: Streams, part: GMPO) -> Outcome:
+    """``-A exp(mean of clipped d)`` over the unit."""
+    mean_N, which = x.answer(KEY), _gmpo_clipped(x, part)[1]
+    return Outcome(-x.advantage * x.bounded(mean_N).exp(), which, _held(x, mean_N))
+
+
+def dro(x: Streams, part: DRO) -> Outcome:
     """``-A d + beta/2 d^2``."""
     d_N = x.log_ratio
-    return -x.advantage * d_N + part.beta / 2 * d_N.square(), None
+    return Outcome(-x.advantage * d_N + part.beta / 2 * d_N.square())
 
 
-def fipo(x: Streams, part: FIPO) -> Term:
-    """The clipped surrogate times the influence of what follows."""
-    d_N, advantage_N = x.token_log_ratio.detach(), x.advantage
+def _fipo_future(x: Streams, part: FIPO) -> Asked:
+    d_N = x.token_log_ratio.detach()
     counted_N = d_N if part.delta is None else torch.where(d_N.exp() > part.delta, 0, d_N)
-    future_N = x.discounted_sum(counted_N, 2 ** (-1 / part.half_life))
+    return x.ask_discounted_sum(counted_N, 2 ** (-1 / part.half_life))
+
+
+def fipo(x: Streams, part: FIPO) -> Outcome:
+    """The clipped surrogate times the influence of what follows."""
+    d_N, advantage_N, future_N = x.token_log_ratio.detach(), x.advantage, x.answer(KEY)
     least = 1 - part.reach if part.both else 1.0
-    influence_N = bounded(future_N, x.bound).exp().clamp(least, 1 + part.reach)
+    influence_N = x.bounded(future_N).exp().clamp(least, 1 + part.reach)
     if part.safe_ratio is not None:
         risky_N = (advantage_N < 0) & (d_N.exp() > part.safe_ratio)
         influence_N = torch.where(risky_N, influence_N.clamp(0.8, 1.0), influence_N)
-    term_N, which = _clip(x.log_ratio, advantage_N, x.number(part.low), x.number(part.high), part.delta)
-    return influence_N * term_N, which
+    found = _clipped(x, advantage_N, x.number(part.low), x.number(part.high), part.delta)
+    return Outcome(influence_N * found.term_N, found.clipped, found.held_N)
 
 
-def real(x: Streams, part: REAL) -> Term:
+def real(x: Streams, part: REAL) -> Outcome:
     """``softplus(-sign(A) s / tau)``; 0 without a label. By group, what the statistics pass found of it."""
     if part.form == "group":
         value_N, slope_N = x.group_term
-        return value_N + slope_N * (x.log_ratio - x.log_ratio.detach()), None
+        s_N = x.bounded(x.log_ratio)
+        return Outcome(value_N + slope_N * (s_N - s_N.detach()), held_N=x.beyond(x.log_ratio) & (slope_N != 0))
     label_N = x.advantage.sign()
-    return torch.where(label_N == 0, 0, F.softplus(-label_N * x.log_ratio / part.tau)), None
+    term_N = torch.where(label_N == 0, 0, F.softplus(-label_N * x.bounded(x.log_ratio) / part.tau))
+    return Outcome(term_N, held_N=_held(x, x.log_ratio))
 
 
-def distill(x: Streams, part: Any) -> Term:
+def distill(x: Streams, part: Any) -> Outcome:
     """``-sg(log ref - log pi) r``."""
-    return -bounded(x.ref - x.logp.detach(), x.bound) * x.ratio, None
+    above_N = x.ref - x.logp.detach()
+    return Outcome(-above_N * x.ratio, held_N=x.beyond(x.log_ratio) & (above_N != 0))
 
 
-def nll(x: Streams, part: Any) -> Term:
+def nll(x: Streams, part: Any) -> Outcome:
     """``-log pi``."""
-    return -x.logp, None
+    return Outcome(-x.logp)
 
 
-def custom(x: Streams, part: Surrogate) -> Term:
+def custom(x: Streams, part: Surrogate) -> Outcome:
     """What the user's function gives."""
-    return checked(part.function(x), x, f"surrogate {part.to_import_path()}"), None
+    x.ratio_was_read = False
+    term_N = checked(x.call(KEY, part), x, f"surrogate {part.to_import_path()}")
+    return Outcome(term_N, held_N=x.beyond(x.log_ratio) if x.ratio_was_read else None)
 
 
-SURROGATES: dict[str, Callable[[Streams, Any], Term]] = {
+def asked(part: AnySurrogate, x: Streams) -> Asked | None:
+    """The statistic over units that the surrogate takes beside that of the ratio, or None."""
+    return ASKS[part.kind](x, part) if part.kind in ASKS else None
+
+
+ASKS: dict[str, Callable[[Streams, Any], Asked]] = {
+    "gmpo": lambda x, part: x.ask("mean", _gmpo_clipped(x, part)[0], part.unit),
+    "fipo": _fipo_future,
+}
+"""Kind of surrogate with a statistic of its own to what it asks for; the answer is under `KEY`."""
+SURROGATES: dict[str, Callable[[Streams, Any], Outcome]] = {
     "reinforce": reinforce,
     "unclipped": unclipped,
     "clip": clip,

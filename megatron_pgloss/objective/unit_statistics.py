@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import SpecError
-from megatron_pgloss.maths import UnitSums, running
+from megatron_pgloss.maths import Asked, UnitSums, running
+from megatron_pgloss.maths.segments import How
 from megatron_pgloss.planning import MicroBatch
+from megatron_pgloss.spec.functions import Function
 
 Over = Literal["sampled", "members"]
 
@@ -22,7 +25,10 @@ class UnitStatistics:
 
     group: Any
     """The process group over which the statistics of a unit are summed: the context-parallel group of the micro-batch,
-    None where there is none, or a `Together` that collects the sums of all components for one collective."""
+    None where there is none."""
+    answers: dict[Hashable, Tensor]
+    """What was taken before the loss ran, by key: all components' together, in one collective for each link."""
+    _caller: Hashable
     _micro: MicroBatch
     _sampled: Tensor
     members: Tensor
@@ -45,6 +51,41 @@ class UnitStatistics:
         # does, so that the members of its unit are found broken with it.
         return self._sampled & (self.members | value_N.detach().isfinite()) if over == "sampled" else self.members
 
+    def ask(self, how: How, value_N: Tensor, unit: str = "sequence", over: Over = "sampled") -> Asked:
+        """A statistic over the unit's action tokens as sampled (or members), to be taken together with others."""
+        return self._units(unit).asked(how, value_N, self._voters(over, value_N))
+
+    def ask_prefix_min(self, value_N: Tensor, unit: str, over: Over, *, inclusive: bool) -> Asked:
+        """`prefix_min`, to be taken together with others."""
+        found = running.asked_minimum(self._units(unit), value_N, self._voters(over, value_N), inclusive=inclusive)
+        return Asked(found.part, lambda part: _or_zero(found.finish(part)), found.op)
+
+    def ask_discounted_sum(self, value_N: Tensor, gamma: float) -> Asked:
+        """`discounted_sum` over the sequence's tokens as sampled, to be taken together with others."""
+        position_N = self._micro.position_N.to(self.logp.device, non_blocking=True)
+        return running.asked_discounted(
+            self._units("sequence"), value_N, self._voters("sampled", value_N), position_N, gamma
+        )
+
+    def answer(self, key: Hashable) -> Tensor:
+        """The answer to what was asked under this key before the loss ran (`megatron_pgloss.objective.links`)."""
+        return self.answers[key]
+
+    def call(self, key: Hashable, part: Function) -> Any:
+        """What the user's function of ``part`` gives; ``key`` says whose declared statistics it reads."""
+        self._caller = key
+        return part.function(self)
+
+    def statistic(self, name: str) -> Tensor:
+        """A statistic that the function declares, at each position."""
+        if (self._caller, name) not in self.answers:
+            declared = [key[1] for key in self.answers if isinstance(key, tuple) and key[0] == self._caller]
+            raise SpecError(
+                f"the function declares no statistic {name!r}", expected=", ".join(map(str, declared)) or "some",
+                fix=f"statistics=(pg.Statistic(name={name!r}, of=..., how=...),)",
+            )  # fmt: skip
+        return self.answers[self._caller, name]
+
     def unit_mean(self, value_N: Tensor, unit: str = "sequence", over: Over = "sampled") -> Tensor:
         """Mean of ``value_N`` over the unit's action tokens as sampled (or the component's members), at each
         position.
@@ -65,8 +106,7 @@ class UnitStatistics:
         """Smallest value of the unit's tokens up to each position (with it, or before it); 0 where there is none.
         A constant.
         """
-        least_N = running.minimum(self._units(unit), value_N, self._voters(over, value_N), inclusive=inclusive)
-        return torch.where(least_N < torch.inf, least_N, 0)
+        return _or_zero(running.minimum(self._units(unit), value_N, self._voters(over, value_N), inclusive=inclusive))
 
     def discounted_sum(self, value_N: Tensor, gamma: float, unit: str = "sequence", over: Over = "sampled") -> Tensor:
         """``sum_{k >= t} gamma^(k - t) value_k`` over the unit's tokens from each position t on; k - t counts positions
@@ -74,3 +114,7 @@ class UnitStatistics:
         """
         position_N = self._micro.position_N.to(self.logp.device, non_blocking=True)
         return running.discounted(self._units(unit), value_N, self._voters(over, value_N), position_N, gamma)
+
+
+def _or_zero(least_N: Tensor) -> Tensor:
+    return torch.where(least_N < torch.inf, least_N, 0)

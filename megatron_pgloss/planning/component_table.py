@@ -10,14 +10,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrected:
-    """What the plan-time corrections made of a component's tokens."""
+    """What the plan-time corrections made of a component's tokens; they are told of in its metrics."""
 
     before: Tensor
     """bool: the tokens after the masks, before any rejection."""
+    first: Tensor
+    """bool: the first such token of each sequence, which stands for it in means over sequences."""
     weight: Tensor
-    """float: the product of the importance weights, before they are divided by their mean."""
+    """float: the product of the importance weights as applied, divided by their mean where they are normalised."""
+    raw: Tensor
+    """float: the same product before truncation and division."""
     truncated: Tensor
-    """bool: where one of them was clipped."""
+    """bool: where one of them was truncated."""
+    chi2: Tensor
+    """float: ``r^2 - 1`` of the token's ratio to the sampler, 0 where no plan-time correction weighs."""
+    chi2_sequence: Tensor
+    """float: the same of the product over the token's sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +65,7 @@ class ComponentTable:
     member_T: Tensor
     """bool [T]: the tokens that are trained."""
     corrected: Corrected | None = None
-    """[T] each; None where no plan-time correction weighs the component."""
+    """[T] each; None where no correction acts on the component."""
     gates: dict[int, Tensor] = field(default_factory=dict)
     """Index of a gate in the spec to bool [T]: the tokens that pass, where a statistics pass decided it."""
     group: GroupTerm | None = None

@@ -5,7 +5,6 @@ A data-parallel rank holds whole sequences, so statistics over sequences and tur
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,20 +14,10 @@ from megatron_pgloss.errors import DataError
 from megatron_pgloss.maths import UnitSums
 from megatron_pgloss.planning.units import turns_of
 from megatron_pgloss.rollouts import TokenBatch
-from megatron_pgloss.rules import corrections
-from megatron_pgloss.spec import LossSpec, Staleness, TruncatedIS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What one correction says, whichever component it acts on."""
-
-    weight_T: Tensor | None = None
-    """float64 [T], before normalisation; None where the rule does not weigh."""
-    clipped_T: Tensor | None = None
-    """bool [T]: the weight was clipped."""
-    passes_T: Tensor | None = None
-    """bool [T]; None where the rule does not reject."""
+from megatron_pgloss.rules import Verdict, corrections
+from megatron_pgloss.rules.corrections import Evidence
+from megatron_pgloss.spec import LossSpec
+from megatron_pgloss.spec.corrections import Correction
 
 
 def verdicts(batch: TokenBatch, spec: LossSpec, version: int | None) -> list[Verdict | None]:
@@ -47,20 +36,19 @@ def verdicts(batch: TokenBatch, spec: LossSpec, version: int | None) -> list[Ver
             found.append(None)
             continue
         units = units or unit_sums(batch)
-        if isinstance(rule, Staleness):
-            recent_T = corrections.stale(rule, lags(batch, version, "Staleness"), units, batch.action_T)
-            found.append(Verdict(passes_T=recent_T))
-            continue
-        log_T, known_T = log_ratio(batch)
-        voters_T = batch.action_T & known_T
-        bound = spec.log_ratio_bound
-        weight_T, passes_T = corrections.apply(rule, log_T, units, voters_T, bound)
-        clipped = None
-        if isinstance(rule, TruncatedIS):
-            raw_T = corrections.raw_weight(rule, log_T, units, voters_T, bound)
-            clipped = (raw_T > rule.high) | (raw_T < rule.low)
-        found.append(Verdict(weight_T=weight_T, clipped_T=clipped, passes_T=passes_T))
+        found.append(corrections.apply(rule, _evidence(rule, batch, units, spec.log_ratio_bound, version)))
     return found
+
+
+def _evidence(
+    rule: Correction, batch: TokenBatch, units: dict[str, UnitSums], bound: float, version: int | None
+) -> Evidence:
+    """What a correction of frozen numbers looks at: log-probs, or versions where it reads no ratio."""
+    if rule.ratio_of is None:
+        lag_T = lags(batch, version, type(rule).__name__)
+        return Evidence(units=units, voters_N=batch.action_T, bound=bound, lag_N=lag_T)
+    log_T, known_T = log_ratio(batch)
+    return Evidence(units=units, voters_N=batch.action_T & known_T, bound=bound, log_N=log_T)
 
 
 def log_ratio(batch: TokenBatch) -> tuple[Tensor, Tensor]:

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.maths import flags
-from megatron_pgloss.planning import frozen, kept_sets
-from megatron_pgloss.planning.frozen import Verdict
+from megatron_pgloss.planning import frozen, kept_sets, weighing
+from megatron_pgloss.planning.component_table import Corrected
 from megatron_pgloss.planning.units import per_row
 from megatron_pgloss.rollouts import Termination, TokenBatch
-from megatron_pgloss.rules.masks import TAKEN, tokens_ended
-from megatron_pgloss.spec import Component, LossSpec, Mask, TruncatedIS
+from megatron_pgloss.rules import Verdict, masks
+from megatron_pgloss.rules.masks import tokens_ended
+from megatron_pgloss.spec import Component, LossSpec, Mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +42,8 @@ class ComponentSet:
     """float64 [T]: user weight times corrections before they are normalised; 1 where neither applies."""
     user_T: Tensor
     """float64 [T]: user weight alone."""
-    is_weight_T: Tensor
-    """float64 [T]: the corrections' weights alone."""
-    clipped_T: Tensor
-    """bool [T]: where one of them was clipped."""
+    corrected: Corrected | None
+    """What the corrections made of them, before they are normalised; None where none acts on the component."""
     means: tuple[tuple[float, int], ...]
     """Of each of `normalized`: the sum of the weights that its mean is over, and their number."""
     dropped: tuple[int, ...]
@@ -146,31 +145,27 @@ def component_set(
     numbers = [int(base_T.count_nonzero()), int(left_T.count_nonzero())]
     for mask in spec.masks:
         if mask.acts_on(component):
-            left_T = left_T & ~_taken(batch, mask)
+            left_T = left_T & _left(batch, mask)
         numbers.append(int(left_T.count_nonzero()))
     if spec.kept is not None and spec.kept.outside == "drop":
         gone_T = kept_sets.leaving(batch, spec, component)
         left_T = left_T if gone_T is None else left_T & ~gone_T
         numbers.append(int(left_T.count_nonzero()))
     before_T, count_T = left_T, _counted(batch, component, spec, left_T, fault_T)
-    weight_T, clipped_T = torch.ones_like(before_T, dtype=torch.float64), torch.zeros_like(before_T)
-    weighs = False
+    corrected = weighing.corrected(batch, component, spec, verdicts, before_T)
     for rule, verdict in zip(spec.corrections, verdicts, strict=True):
         if verdict is None:
             continue
         acting = rule.acts_on(component)
-        if verdict.passes_T is not None:
-            left_T = left_T & verdict.passes_T if acting else left_T
+        if verdict.passes is not None:
+            left_T = left_T & verdict.passes if acting else left_T
             numbers.append(int(left_T.count_nonzero()))
-        if acting and verdict.weight_T is not None:
-            weight_T, weighs = weight_T * verdict.weight_T, True
-        if acting and verdict.clipped_T is not None:
-            clipped_T = clipped_T | verdict.clipped_T
     given_T = batch.weights.get(component.name)
     user_T = flags(count_T, torch.float64) if given_T is None else torch.where(count_T, given_T.double(), 0)
     factor_T = flags(left_T, torch.float64) if given_T is None else torch.where(left_T, user_T, 0)
-    if weighs:
-        factor_T = factor_T * torch.where(left_T, weight_T, 1)
+    if weighed(spec, component):
+        assert corrected is not None
+        factor_T = factor_T * torch.where(left_T, corrected.weight, 1)
     if not component.count_rejected:
         count_T = count_T & ~(before_T & ~left_T)
         if rejected_T is not None:
@@ -179,7 +174,7 @@ def component_set(
         user_T = torch.where(count_T, user_T, 0)
     return ComponentSet(
         component=component, base_T=base_T, before_T=before_T, member_T=left_T, count_T=count_T, factor_T=factor_T,
-        user_T=user_T, is_weight_T=weight_T, clipped_T=clipped_T & before_T,
+        user_T=user_T, corrected=corrected,
         means=tuple(_mean(batch, component, spec, verdicts, i, left_T) for i in normalized(spec)),
         dropped=tuple(before - after for before, after in pairwise(numbers)),
     )  # fmt: skip
@@ -209,15 +204,15 @@ def _mean(
 ) -> tuple[float, int]:
     """Sum and number of the weights of correction ``i`` on this rank: of trained tokens, or of units that hold one."""
     rule, verdict = spec.corrections[i], verdicts[i]
-    assert isinstance(rule, TruncatedIS) and verdict is not None and verdict.weight_T is not None
+    assert verdict is not None and verdict.weight is not None
     if not rule.acts_on(component):
         return 0.0, 0
     if rule.statistic_unit is None:
-        return float(torch.where(left_T, verdict.weight_T, 0).sum()), int(left_T.count_nonzero())
+        return float(torch.where(left_T, verdict.weight, 0).sum()), int(left_T.count_nonzero())
     unit = frozen.unit_sums(batch)[rule.statistic_unit]
     inside_T = left_T & (unit.unit_N >= 0)
     weight_U = torch.zeros(unit.units, dtype=torch.float64)
-    weight_U[unit.unit_N[inside_T]] = verdict.weight_T[inside_T]  # one number per unit
+    weight_U[unit.unit_N[inside_T]] = verdict.weight[inside_T]  # one number per unit
     alive_U = torch.zeros(unit.units, dtype=torch.bool).index_fill_(0, unit.unit_N[inside_T], True)
     return float(weight_U[alive_U].sum()), int(alive_U.sum())
 
@@ -230,5 +225,7 @@ def live(batch: TokenBatch, tokens: ComponentSet) -> int:
     return int(alive_T.count_nonzero())
 
 
-def _taken(batch: TokenBatch, mask: Mask) -> Tensor:
-    return TAKEN[mask.kind](batch, mask)
+def _left(batch: TokenBatch, mask: Mask) -> Tensor:
+    passes_T = masks.apply(mask, batch).passes
+    assert passes_T is not None
+    return passes_T

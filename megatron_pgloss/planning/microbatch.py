@@ -8,7 +8,7 @@ at a token of the rank's streams or at nothing (padding).
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -152,14 +152,15 @@ class MicroBatch:
         return self._component(name).means[i]
 
     def corrected(self, name: str) -> Corrected | None:
-        """What the plan-time corrections made of component ``name``; None where none weighs it."""
+        """What the plan-time corrections made of component ``name``; None where no correction acts on it."""
         found = self._component(name).corrected
         if found is None:
             return None
         return Corrected(
-            before=self._arranged((name, "before"), found.before),
-            weight=self._arranged((name, "corrected"), found.weight),
-            truncated=self._arranged((name, "truncated"), found.truncated),
+            **{
+                one.name: self._arranged((name, one.name, "corrected"), getattr(found, one.name))
+                for one in fields(found)
+            }
         )
 
     def group_term(self, name: str) -> GroupTerm | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from megatron_pgloss.planning import agreement, kept_sets, members, token_weights
+from megatron_pgloss.planning import agreement, kept_sets, token_weights, weighing
 from megatron_pgloss.planning.component_table import ComponentTable, Corrected
 from megatron_pgloss.planning.counts import Local
 from megatron_pgloss.rollouts.streams import BY_NAME, FILL
@@ -66,18 +68,15 @@ def component_tables(
         corrected: Corrected | None = None
         if local.units is None:
             weight_T, member_T = number, flag
-            if members.weighed(spec, part):
-                corrected = Corrected(before=flag, weight=number, truncated=flag)
+            if weighing.acts(spec, part):
+                corrected = weighing.none(dtype)
         else:
             counts = local.counts[c]
             weight_T, member_T = token_weights.weights(c, counts, local.units, totals), counts.tokens.member_T
             for mean in means[part.name].values():
                 weight_T = weight_T / mean
-            if members.weighed(spec, part):
-                tokens = counts.tokens
-                corrected = Corrected(
-                    before=tokens.before_T, weight=tokens.is_weight_T.to(dtype), truncated=tokens.clipped_T
-                )
+            mean = math.prod(means[part.name].values())
+            corrected = weighing.finished(counts.tokens.corrected, mean, dtype)
         found[part.name] = ComponentTable(
             weight_T=weight_T.to(dtype), member_T=member_T, corrected=corrected, means=means[part.name]
         )

@@ -1,7 +1,9 @@
-"""Corrections on log-ratios: one function for frozen log-probs at plan time and for the policy's inside the loss.
+"""Corrections by a ratio or by age: one `apply` for frozen log-probs at plan time, for the statistics pass and for the
+policy's log-probs inside the loss.
 
 `N` positions; whole rows at plan time, a shard of a micro-batch in the loss. Units come as `UnitSums`, which know
-packing and context parallelism. Everything here is constant: no gradient passes.
+packing and context parallelism. Everything here is constant: no gradient passes. A kind gives two functions: what it
+joins over its unit (its ``statistic_unit`` and ``joined_by`` say which one, and how), and what it makes of that.
 """
 
 from __future__ import annotations
@@ -14,124 +16,134 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pgloss.maths.segments import UnitSums
+from megatron_pgloss.maths.segments import Asked, UnitSums, taken
+from megatron_pgloss.rules.verdict import Verdict
 from megatron_pgloss.spec import Correction, IcePop, RatioMask, Reject, Staleness, TruncatedIS, Veto
 
-Told = tuple[Tensor | None, Tensor | None]
-"""A correction's weight, float64 [N], or None where it does not weigh; and which tokens pass, bool [N], or None where
-it does not reject."""
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What a correction looks at."""
 
-@dataclass(frozen=True, slots=True)
-class Ratios:
-    """What a correction by a ratio looks at."""
-
-    log_N: Tensor
-    """float64 [N]: ``log of - log mu``, unbounded; finite where it is read (voters and members)."""
     units: Mapping[str, UnitSums]
     """``sequence`` and ``turn``."""
     voters_N: Tensor
     """bool [N]: the action tokens as sampled; statistics of a unit run over them."""
     bound: float
     """Log-ratios are clipped to plus or minus this before exp."""
+    log_N: Tensor | None = None
+    """float64 [N]: ``log of - log mu``, unbounded; finite where it is read (voters and members)."""
+    lag_N: Tensor | None = None
+    """int64 [N]: the current version minus the token's, for a rule that reads versions."""
 
 
-def apply(rule: Correction, log_ratio_N: Tensor, units: Mapping[str, UnitSums], voters_N: Tensor, bound: float) -> Told:
-    """Weight and verdict of one correction.
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What a rule compares: a number of each token, or of its unit."""
+
+    value_N: Tensor
+    told_N: Tensor | None
+    """bool [N]: where the unit has a voter; None where each token stands for itself."""
+
+    def spared(self, inside_N: Tensor) -> Verdict:
+        """Those ``inside`` pass, and units that nobody votes for."""
+        return Verdict(passes=inside_N if self.told_N is None else inside_N | ~self.told_N)
+
+
+def asked(rule: Correction, x: Evidence) -> Asked | None:
+    """The statistic over units that the rule takes, or None."""
+    if rule.statistic_unit is None:
+        return None
+    value_N = APPLY[rule.kind][0](rule, x)
+    return x.units[rule.statistic_unit].asked_joined(rule.joined_by, value_N, x.voters_N)
+
+
+def judged(rule: Correction, x: Evidence, joined_2N: Tensor | None) -> Verdict:
+    """What the rule says.
 
     Args:
-        rule: any correction that reads a ratio; `Staleness` reads versions (see `stale`).
-        log_ratio_N: float [N]; this and the others as in `Ratios`.
+        joined_2N: the answer to what it `asked`, None if that is None.
 
     Returns:
-        Weight and verdict; a position without voters in its unit has weight 1 and passes.
+        A position without voters in its unit has weight 1 and passes.
     """
-    # Detached: corrections are constants of the term.
-    return APPLY[rule.kind](rule, Ratios(log_ratio_N.detach().double(), units, voters_N, bound))
+    value, judge = APPLY[rule.kind]
+    if joined_2N is None:
+        return judge(rule, Joined(value(rule, x), None), x)
+    return judge(rule, Joined(joined_2N[0], joined_2N[1] > 0), x)
 
 
-def _truncated_is(rule: TruncatedIS, x: Ratios) -> Told:
-    return raw_weight(rule, x.log_N, x.units, x.voters_N, x.bound).clamp(rule.low, rule.high), None
+def apply(rule: Correction, x: Evidence) -> Verdict:
+    """What the rule says, with a collective of its own where units lie on several ranks."""
+    one = asked(rule, x)
+    return judged(rule, x, None if one is None else taken([one], x.units["sequence"].group)[0])
 
 
-def _icepop(rule: IcePop, x: Ratios) -> Told:
-    passes_N = (x.log_N >= math.log(rule.low)) & (x.log_N <= math.log(rule.high))
-    return (x.log_N.clamp(-x.bound, x.bound).exp() if rule.weight else None), passes_N
+def _log_ratio(rule: Any, x: Evidence) -> Tensor:
+    assert x.log_N is not None
+    return x.log_N
 
 
-def _ratio_mask(rule: RatioMask, x: Ratios) -> Told:
-    how = "mean" if rule.mean == "geometric" else "sum"
-    joined_N, told_N = _joined(x.log_N, x.units[rule.unit], how, x.voters_N)
-    return None, ~told_N | ((joined_N >= math.log(rule.low)) & (joined_N <= math.log(rule.high)))
+def _weighed(rule: TruncatedIS, joined: Joined, x: Evidence) -> Verdict:
+    raw_N = joined.value_N.clamp(-x.bound, x.bound).exp()
+    cut_N = (raw_N > rule.high) | (raw_N < rule.low)
+    return Verdict(weight=raw_N.clamp(rule.low, rule.high), raw=raw_N, truncated=cut_N)
 
 
-def _veto(rule: Veto, x: Ratios) -> Told:
-    caught_N = x.log_N < math.log(rule.low)
+def _banded(rule: IcePop, joined: Joined, x: Evidence) -> Verdict:
+    passes_N = (joined.value_N >= math.log(rule.low)) & (joined.value_N <= math.log(rule.high))
+    weight_N = joined.value_N.clamp(-x.bound, x.bound).exp() if rule.weight else None
+    return Verdict(passes=passes_N, weight=weight_N, raw=weight_N)
+
+
+def _masked(rule: RatioMask, joined: Joined, x: Evidence) -> Verdict:
+    return joined.spared((joined.value_N >= math.log(rule.low)) & (joined.value_N <= math.log(rule.high)))
+
+
+def _caught(rule: Veto, x: Evidence) -> Tensor:
+    log_N = _log_ratio(rule, x)
+    caught_N = log_N < math.log(rule.low)
     if rule.high is not None:
-        caught_N = caught_N | (x.log_N > math.log(rule.high))
-    return None, x.units[rule.unit].total(caught_N.double(), x.voters_N) == 0
+        caught_N = caught_N | (log_N > math.log(rule.high))
+    return caught_N.double()
 
 
-def raw_weight(
-    rule: TruncatedIS, log_N: Tensor, units: Mapping[str, UnitSums], voters_N: Tensor, bound: float
-) -> Tensor:
-    """The importance weight before it is clipped to ``[low, high]``, float64 [N]."""
-    log_N = log_N.detach().double()
-    if rule.statistic_unit is not None:
-        log_N, _ = _joined(log_N, units[rule.statistic_unit], rule.joined_by, voters_N)
-    return log_N.clamp(-bound, bound).exp()
+def _too_old(rule: Staleness, x: Evidence) -> Tensor:
+    assert x.lag_N is not None
+    return (x.lag_N > rule.max_lag).double()
 
 
-def _joined(values_N: Tensor, unit: UnitSums, how: str, voters_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean, sum or max over the voters of each position's unit (0 without voters), and whether it has any."""
-    if how == "max":
-        top_N = unit.largest(values_N, voters_N)
-        told_N = (unit.unit_N >= 0) & (top_N > -torch.inf)
-        return torch.where(told_N, top_N, 0), told_N
-    total_U, count_U = unit.sums(values_N, voters_N)
-    if how == "mean":
-        total_U = total_U / torch.where(count_U > 0, count_U, 1)
-    return unit.spread(total_U), unit.spread(count_U) > 0
+def _none_of_them(rule: Any, joined: Joined, x: Evidence) -> Verdict:
+    return Verdict(passes=joined.value_N == 0)
 
 
-def _reject(rule: Reject, x: Ratios) -> Told:
+def _estimate(rule: Reject, x: Evidence) -> Tensor:
     # Tokens are samples of mu, so d = log mu - log of, and k3 = exp(-d) + d - 1 = r - 1 - log r.
+    log_N = _log_ratio(rule, x)
     if rule.estimator == "k1":
-        value_N = -x.log_N
-    elif rule.estimator == "k2":
-        value_N = x.log_N.square() / 2
-    else:
-        near_N = x.log_N.clamp(-x.bound, x.bound)
-        value_N = near_N.expm1() - near_N
-    told_N = torch.ones_like(x.voters_N)
-    if rule.unit != "token":
-        value_N, told_N = _joined(value_N, x.units[rule.unit], rule.statistic, x.voters_N)
-    inside_N = value_N <= rule.high
+        return -log_N
+    if rule.estimator == "k2":
+        return log_N.square() / 2
+    near_N = log_N.clamp(-x.bound, x.bound)
+    return near_N.expm1() - near_N
+
+
+def _estimated(rule: Reject, joined: Joined, x: Evidence) -> Verdict:
+    inside_N = joined.value_N <= rule.high
     if rule.low is not None:
-        inside_N = inside_N & (value_N >= rule.low)
-    return None, ~told_N | inside_N
+        inside_N = inside_N & (joined.value_N >= rule.low)
+    return joined.spared(inside_N)
 
 
-APPLY: dict[str, Callable[[Any, Ratios], Told]] = {
-    "truncated_is": _truncated_is,
-    "icepop": _icepop,
-    "ratio_mask": _ratio_mask,
-    "reject": _reject,
-    "veto": _veto,
+APPLY: dict[str, tuple[Callable[[Any, Evidence], Tensor], Callable[[Any, Joined, Evidence], Verdict]]] = {
+    "truncated_is": (_log_ratio, _weighed),
+    "icepop": (_log_ratio, _banded),
+    "ratio_mask": (_log_ratio, _masked),
+    "reject": (_estimate, _estimated),
+    "veto": (_caught, _none_of_them),
+    "staleness": (_too_old, _none_of_them),
 }
-"""Kind of correction by a ratio to its function."""
-
-
-def stale(rule: Staleness, lag_N: Tensor, units: Mapping[str, UnitSums], voters_N: Tensor) -> Tensor:
-    """Whether each token is recent enough, bool [N].
-
-    Args:
-        lag_N: int64 [N]: the current version minus the token's.
-    """
-    if rule.level == "token":
-        return lag_N <= rule.max_lag
-    old_N = ((lag_N > rule.max_lag) & voters_N).double()
-    return units[rule.level].total(old_N, voters_N) == 0
+"""Kind of correction to the number of each token that it joins over its unit, and to what it says about the answer."""
 
 
 def interpolation(lag_N: Tensor) -> Tensor:

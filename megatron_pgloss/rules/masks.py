@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.rollouts import Termination, TokenBatch
-from megatron_pgloss.spec import UserMask
+from megatron_pgloss.rules.verdict import Verdict
+from megatron_pgloss.spec import Mask, UserMask
 
 
 def ended(batch: TokenBatch, state: Termination) -> Tensor:
@@ -47,6 +48,11 @@ def not_positive(batch: TokenBatch, mask: Any) -> Tensor:
 def unmarked(batch: TokenBatch, mask: UserMask) -> Tensor:
     """Tokens where the user's mask is false."""
     return ~batch.masks[mask.name]
+
+
+def apply(mask: Mask, batch: TokenBatch) -> Verdict:
+    """Which tokens the mask leaves."""
+    return Verdict(passes=~TAKEN[mask.kind](batch, mask))
 
 
 TAKEN: dict[str, Callable[[TokenBatch, Any], Tensor]] = {

@@ -63,6 +63,36 @@ class Component(Kind):
         return True
 
     @property
+    def has_ratio(self) -> bool:
+        """Whether it reads a ratio that has a base, and so can be other than 1."""
+        return False
+
+    @property
+    def joins_ratio(self) -> bool:
+        """Whether that ratio is another than the token's own."""
+        return False
+
+    @property
+    def clips(self) -> bool:
+        """Whether bounds decide some tokens, which the clip metrics then count."""
+        return False
+
+    @property
+    def follows_policy(self) -> bool:
+        """Whether its tokens tell of the policy as a whole: distances to sampler and reference, entropy, kept sets."""
+        return False
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """The metrics of its own kind (`megatron_pgloss.metrics.METRICS`)."""
+        return ()
+
+    @property
+    def takes_exp(self) -> bool:
+        """Whether it exponentiates a log-ratio, which ``log_ratio_bound`` may then hold."""
+        return False
+
+    @property
     def parts(self) -> tuple[Kind, ...]:
         """The component, and the parts that it is made of."""
         return (self,)

@@ -22,7 +22,8 @@ class KL(Component):
     """Per-token KL(pi || base) from the sampled token (Schulman, "Approximating KL divergence", 2020).
 
     With d = log pi - log base: k1 = d, k2 = d^2/2, k3 = exp(-d) + d - 1, abs = |d|; ``exact`` is the sum over the
-    vocabulary, ``sum_v pi_v (log pi_v - log ref_v)``, where the log-prob pass was given ``ref_logits``.
+    vocabulary, ``sum_v pi_v (log pi_v - log ref_v)``, where the log-prob pass was given ``ref_logits``. Where
+    ``log_ratio_bound`` holds an exp, it holds the whole term: its gradient is 0.
 
     ``gradient``: ``plain`` differentiates the value. ``k2``: the value as it is, the gradient of k2 (straight-through).
     ``weighted``: value ``r k`` with ``r = pi/sg(base of the weight)`` differentiable. At a given prefix, weighted k1
@@ -49,11 +50,21 @@ class KL(Component):
         return self
 
     @property
+    def takes_exp(self) -> bool:
+        """In k3, and in the weight of ``weighted``."""
+        return self.estimator == "k3" or self.gradient == "weighted"
+
+    @property
     def reads(self) -> tuple[str, ...]:
         """The base of the KL, and that of its weight."""
         if self.estimator == "exact":
             return ("kl",)
         return tuple(dict.fromkeys((self.to, *((self.base,) if self.gradient == "weighted" else ()))))
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """What it adds to the metrics of all."""
+        return ("kl",)
 
     def formula(self, base: str = "old") -> str:
         """The estimate, and its gradient where that is another's."""
@@ -83,6 +94,11 @@ class Entropy(Component):
         """The entropy."""
         return ("entropy",)
 
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """What it adds to the metrics of all."""
+        return ("entropy",)
+
     def formula(self, base: str = "old") -> str:
         """In one line."""
         return "-H(pi)"
@@ -98,6 +114,11 @@ class CrossEntropy(Component):
     def over(self) -> Literal["action", "observation"]:
         """Observations."""
         return "observation"
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """What it adds to the metrics of all."""
+        return ("nll",)
 
     def formula(self, base: str = "old") -> str:
         """In one line."""
@@ -153,6 +174,11 @@ class TopKDistill(Component):
         """The teacher's ids."""
         return self.ids
 
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """What it adds to the metrics of all."""
+        return ("divergence", "teacher_mass", "policy_mass")
+
     def formula(self, base: str = "old") -> str:
         """In one line."""
         p, q = ("pi_v", "q_v") if self.tail == "drop" else ("pi_v/pi_K", "q_v/q_K")
@@ -186,6 +212,11 @@ class Value(Component):
         """It reads none."""
         return False
 
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """What it adds to the metrics of all."""
+        return ("value", "returns", "value_error", "value_clipped")
+
     def formula(self, base: str = "old") -> str:
         """In one line."""
         if self.clip is None:
@@ -216,6 +247,11 @@ class Term(Function, Component):
     def over(self) -> Literal["action", "observation"]:
         """As chosen by ``on``."""
         return self.on
+
+    @property
+    def takes_exp(self) -> bool:
+        """It may read ``x.ratio``: nothing is known of it."""
+        return True
 
     @property
     def reads(self) -> tuple[str, ...]:

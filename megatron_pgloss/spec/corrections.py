@@ -50,6 +50,11 @@ class CorrectionKind(Rule):
         return False
 
     @property
+    def joined_by(self) -> Literal["mean", "sum", "max"]:
+        """How the numbers of the tokens of its `statistic_unit` are put together."""
+        return "sum"
+
+    @property
     def home(self) -> Literal["policy gradients", "actions"]:
         """The policy gradients where it weighs, all components over actions where it only rejects."""
         return "policy gradients" if self.weighs else "actions"
@@ -179,6 +184,11 @@ class RatioMask(RatioCorrection):
         return self.unit
 
     @property
+    def joined_by(self) -> Literal["sum", "mean"]:
+        """The logarithms of a product, or of a geometric mean."""
+        return "mean" if self.mean == "geometric" else "sum"
+
+    @property
     def reason(self) -> str:
         """Its name."""
         return f"{self.unit} {self.mean} mask"
@@ -217,6 +227,11 @@ class Reject(RatioCorrection):
     def statistic_unit(self) -> str | None:
         """The unit that stands or falls as a whole; None where that is the token."""
         return None if self.unit == "token" else self.unit
+
+    @property
+    def joined_by(self) -> Literal["mean", "sum", "max"]:
+        """As ``statistic`` says."""
+        return self.statistic
 
     @property
     def reason(self) -> str:

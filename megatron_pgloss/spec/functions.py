@@ -1,18 +1,37 @@
-"""A user's own function as part of a spec: held as a callable, written as ``"pkg.mod:name"``."""
+"""A user's own function as part of a spec: held as a callable, written as ``"pkg.mod:name"``; and the statistics over
+units that it declares.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, field_validator
 
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec.base import Part
 
+__all__ = ["Statistic"]
+
 StreamName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$", max_length=32)]
 """Key of ``TokenBatch``'s ``streams=``."""
+
+
+class Statistic(Part):
+    """A statistic over units that a user's function declares; it reads the answer as ``x.statistic(name)``.
+
+    Under context parallelism a declared statistic travels with those of all other components, in one collective; one
+    that the function asks for when it runs (``x.unit_mean``) costs a collective of its own, forward and backward.
+    """
+
+    name: StreamName
+    of: StreamName = "log_ratio"
+    """A stream of ``x``: ``log_ratio``, ``logp``, ``entropy``, ``advantage``, ``old``, one of the user's own, ..."""
+    how: Literal["mean", "sum", "prefix"] = "mean"
+    unit: Literal["sequence", "turn"] = "sequence"
+    over: Literal["sampled", "members"] = "sampled"
 
 
 class Function(Part):
@@ -20,11 +39,12 @@ class Function(Part):
 
     ``needs`` names the optional streams that ``fn`` reads (of the table in docs/conventions.md, ``advantage`` among
     them, or of the user's own): absent ones are then reported when the step is planned. ``entropy`` there has the
-    entropy computed.
+    entropy computed. ``statistics`` are taken before ``fn`` runs, which it does once per micro-batch.
     """
 
     fn: Callable[[Any], Any] | str
     needs: tuple[StreamName, ...] = ()
+    statistics: tuple[Statistic, ...] = ()
 
     def __init__(self, fn: Any = None, /, **data: Any) -> None:
         super().__init__(**({} if fn is None else {"fn": fn}), **data)

@@ -5,6 +5,7 @@ This module has no ``__all__``: it holds these names and nothing else, and `spec
 
 from megatron_pgloss.spec.components import *  # noqa: F403
 from megatron_pgloss.spec.corrections import *  # noqa: F403
+from megatron_pgloss.spec.functions import *  # noqa: F403
 from megatron_pgloss.spec.gates import *  # noqa: F403
 from megatron_pgloss.spec.masks import *  # noqa: F403
 from megatron_pgloss.spec.ratios import *  # noqa: F403

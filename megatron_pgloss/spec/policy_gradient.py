@@ -57,6 +57,26 @@ class PolicyGradient(Component):
         return tuple(dict.fromkeys((*(("old",) if ratio else ()), *found, *(self.axis.reads if self.axis else ()))))
 
     @property
+    def joins_ratio(self) -> bool:
+        """By its ratio axis."""
+        return self.ratio != "token"
+
+    @property
+    def clips(self) -> bool:
+        """As the surrogate says."""
+        return self.surrogate.bounds
+
+    @property
+    def follows_policy(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def takes_exp(self) -> bool:
+        """Where it has a ratio."""
+        return self.has_ratio
+
+    @property
     def moves_at_zero_advantage(self) -> bool:
         """As the surrogate says."""
         return self.surrogate.moves_at_zero_advantage

@@ -1,6 +1,6 @@
 """The ratio axis: which statistic of pi/old, over which tokens, and what of it carries the gradient.
 
-With d_t = log pi_t - log old_t (bounded by ``log_ratio_bound``), a ratio is ``r = exp(s)`` of a statistic s:
+With d_t = log pi_t - log old_t, a ratio is ``r = exp(s)`` of a statistic s:
 
 | short name | s | gradient of log r |
 |---|---|---|
@@ -13,8 +13,8 @@ With d_t = log pi_t - log old_t (bounded by ``log_ratio_bound``), a ratio is ``r
 | ``prefix_min`` | d_t + min of d before t (MinPRO 2601.22718) | of log pi_t, the rest held fixed |
 
 Unit statistics run over the unit's action tokens as sampled, whatever masks and gates say; ``over="members"`` takes
-those that the component trains on. Every s is bounded by ``log_ratio_bound`` before exp. ``prefix_min`` is
-written from MinPRO's abstract; its equation was not at hand.
+those that the component trains on. Every s is bounded by ``log_ratio_bound`` before exp; the d that it is made of are
+not. ``prefix_min`` is written from MinPRO's abstract; its equation was not at hand.
 """
 
 from __future__ import annotations

@@ -33,7 +33,11 @@ def _old_in_token_order(right: Any, at: Place) -> Any:
 
 
 def _masks_not_taken(right: Any, at: Place) -> Any:
-    return lambda batch, mask: torch.zeros_like(right(batch, mask))
+    def wrong(mask: Any, batch: Any) -> Any:
+        verdict = right(mask, batch)
+        return replace(verdict, passes=torch.ones_like(verdict.passes))
+
+    return wrong
 
 
 def _numerator_unmasked(right: Any, at: Place) -> Any:
@@ -56,7 +60,7 @@ def _denominator_unmasked(right: Any, at: Place) -> Any:
 def _no_importance(right: Any, at: Place) -> Any:
     def wrong(*args: Any) -> Any:
         return [
-            one if one is None or one.weight_T is None else replace(one, weight_T=torch.ones_like(one.weight_T))
+            one if one is None or one.weight is None else replace(one, weight=torch.ones_like(one.weight))
             for one in right(*args)
         ]
 
@@ -176,7 +180,7 @@ PLAN_FAULTS = (
         imitates="labels are shifted, the old log-probs are not", shows=EVERYWHERE,
     ),
     Fault(
-        name="mask rules ignored", target="megatron_pgloss.planning.members:_taken", make=_masks_not_taken,
+        name="mask rules ignored", target="megatron_pgloss.rules.masks:apply", make=_masks_not_taken,
         imitates="truncated rows, zero advantages and user masks take nothing out", shows=EVERYWHERE,
     ),
     Fault(
@@ -232,7 +236,7 @@ PLAN_FAULTS = (
         imitates="low is used for high", shows=EVERYWHERE,
     ),
     Fault(
-        name="old is the policy", target="megatron_pgloss.objective.streams:Streams.raw_log_ratio", make=_ratio_one,
+        name="old is the policy", target="megatron_pgloss.objective.streams:Streams.token_log_ratio", make=_ratio_one,
         imitates="old log-probs are recomputed with the current weights: ratio 1", shows=EVERYWHERE,
     ),
     Fault(

@@ -246,7 +246,7 @@ RANK_FAULTS = (
         imitates="an all-reduce whose backward is the identity", shows=CP,
     ),
     Fault(
-        name="running sum of a shard", target=f"{_SEGMENTS}:UnitSums.prefix", make=_prefix_of_shard,
+        name="running sum of a shard", target=f"{_SEGMENTS}:UnitSums.asked_prefix", make=_prefix_of_shard,
         imitates="a running sum begins anew on each CP rank", shows=CP,
     ),
     Fault(

@@ -282,8 +282,7 @@ def _ratio_stats(scene: Scene) -> dict[str, float]:
         return stats
     raw_T, vote_T = scene.log_ratio_to(scene.constant_T("old"))
     if level != "token":
-        d_T = scene.bounded(raw_T).detach()
-        raw_T = statistic_of(d_T, scene.member_T if over == "members" else vote_T, level, statistic, scene)
+        raw_T = statistic_of(raw_T.detach(), scene.member_T if over == "members" else vote_T, level, statistic, scene)
     ratio_M = raw_T.detach()[scene.index_M].exp()
     if component["surrogate"]["kind"] == "clip":
         advantage_M = scene.constant("advantages")

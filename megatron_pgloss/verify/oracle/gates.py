@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pgloss.verify.oracle.ratios import statistic_of
+from megatron_pgloss.verify.oracle.ratios import log_ratio_T, statistic_of
 from megatron_pgloss.verify.oracle.scene import Scene
 from megatron_pgloss.verify.oracle.step import choice, setting
 from megatron_pgloss.verify.oracle.terms import TermStreams, resolved
@@ -134,9 +134,13 @@ def _draw(name: Any, position: int, seed: int) -> int:
 
 
 def _custom(gate: Rule, scene: Scene) -> Tensor:
-    """A user's own: bool keeps, a float multiplies; held fixed."""
+    """A user's own: bool keeps, a float multiplies; held fixed. On a policy gradient it sees the component's ratio."""
+    axis_T: Tensor | None = None
+    part = scene.component
+    if part["kind"] == "policy_gradient" and part["surrogate"]["kind"] not in ("reinforce", "nll"):
+        axis_T = log_ratio_T(scene)
     with torch.no_grad():
-        factor_T = resolved(gate["fn"])(TermStreams.of(scene))
+        factor_T = resolved(gate["fn"])(TermStreams.of(scene, axis_T, setting(gate, "statistics", ())))
     return factor_T.detach()[scene.index_M]
 
 

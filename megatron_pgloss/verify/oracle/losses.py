@@ -35,7 +35,8 @@ def _kl(scene: Scene) -> Tensor:
 
     Values: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1, abs = |d|. plain: the derivative of the value. k2: the value
     with the derivative of d^2 / 2, which is d. weighted: r times the value, r = pi / (the policy that sampled), all of
-    it differentiated.
+    it differentiated: r times (value + derivative), which for k3 is r d. What stands in an exp is bounded; a term with
+    an exp beyond the bound is a constant.
     """
     component = scene.component
     estimator = choice(setting(component, "estimator", "k3"), ["k1", "k2", "k3", "abs", "exact"], "KL estimator")
@@ -45,15 +46,22 @@ def _kl(scene: Scene) -> Tensor:
         if (gradient, base) != ("plain", "ref"):
             raise SpecError("the exact KL is that to the reference", got=(gradient, base))
         return scene.of_members(scene.kl_T, "exact KL")
-    d_M = scene.bounded(scene.logp() - scene.constant(base))
-    value_M = {"k1": d_M, "k2": d_M.square() / 2, "k3": (-d_M).exp() + d_M - 1, "abs": d_M.abs()}[estimator]
+    d_M = scene.logp() - scene.constant(base)
+    near_M = scene.bounded(d_M)
+    value_M = {"k1": d_M, "k2": d_M.square() / 2, "k3": (-near_M).exp() + near_M - 1, "abs": d_M.abs()}[estimator]
     if gradient == "plain":
         return value_M
     if gradient == "k2":
         slope_M = d_M.square() / 2
         return value_M.detach() + (slope_M - slope_M.detach())
     sampled_by = choice(setting(component, "base", "old"), ["old", "rollout"], "base of a weight")
-    return scene.bounded(scene.logp() - scene.constant(sampled_by)).exp() * value_M
+    log_M = scene.logp() - scene.constant(sampled_by)
+    free_M = log_M.abs() <= scene.bound
+    if estimator == "k3":
+        free_M = free_M & (d_M.abs() <= scene.bound)
+    ratio_M, moving_M = scene.bounded(log_M).exp().detach(), scene.logp() - scene.logp().detach()
+    slope_M = {"k1": d_M + 1, "k2": d_M.square() / 2 + d_M, "k3": d_M, "abs": d_M.abs() + d_M.sign()}[estimator]
+    return ratio_M * value_M.detach() + torch.where(free_M, ratio_M * slope_M.detach(), 0) * moving_M
 
 
 def _value(scene: Scene) -> Tensor:
@@ -63,8 +71,10 @@ def _value(scene: Scene) -> Tensor:
     clip = scene.component.get("clip")
     if clip is not None:
         old_M = scene.constant("values")
-        near_M = torch.minimum(torch.maximum(value_M, old_M - float(clip)), old_M + float(clip))
-        loss_M = torch.maximum(loss_M, (near_M - return_M).square())
+        near_M = torch.minimum(torch.maximum(value_M, old_M - float(clip)), old_M + float(clip)).detach()
+        # Inside the clip and on it both are one number, whose derivative is that of V.
+        held_M = (near_M - return_M).square()
+        loss_M = torch.where(held_M > loss_M, held_M, loss_M)
     return loss_M / 2
 
 
@@ -100,7 +110,7 @@ def chosen_logprobs(logits: Tensor, row: Row) -> list[Tensor]:
 
 
 def _term(scene: Scene) -> Tensor:
-    return call(scene.component["fn"], scene)[scene.index_M]
+    return call(scene.component, scene)[scene.index_M]
 
 
 KINDS: dict[str, Callable[[Scene], Tensor]] = {

@@ -52,21 +52,31 @@ def ratio_axis(component: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 
 def log_ratio(scene: Scene) -> Tensor:
-    """log r of the component's members, float64 [M], bounded; for ``none`` 0 with the gradient of log pi."""
+    """log r of the component's members, float64 [M], as it is; for ``none`` 0 with the gradient of log pi."""
+    scene.logp()  # refuses a log-prob of a member that is not finite
+    return log_ratio_T(scene)[scene.index_M]
+
+
+def log_ratio_T(scene: Scene) -> Tensor:
+    """The same at every token, float64 [T]; outside members and voters it is of no use but to a user's function."""
     level, statistic, gradient, over = ratio_axis(scene.component)
-    logp_M = scene.logp()
+    finite_T = scene.logp_T.detach().isfinite()
+    index = finite_T.nonzero().squeeze(1)
+    logp_K = scene.logp_T[index]
+    own_T = torch.zeros_like(scene.logp_T).index_put((index,), logp_K - logp_K.detach())
     if level == "none":
-        return logp_M - logp_M.detach()
+        return own_T
     if level == "custom":
-        return scene.bounded(call(scene.component["ratio"]["fn"], scene)[scene.index_M])
-    raw_T, vote_T = scene.log_ratio_to(scene.constant_T("old"))
-    d_T = scene.bounded(raw_T)
+        return call(scene.component["ratio"], scene)
+    d_T, vote_T = scene.log_ratio_to(scene.constant_T("old"))
     if level != "token":
         d_T = statistic_of(d_T, scene.member_T if over == "members" else vote_T, level, statistic, scene)
-    s_M = d_T[scene.index_M]
-    if gradient == "token":
-        s_M = s_M.detach() + (logp_M - logp_M.detach())
-    return scene.bounded(s_M)
+    return d_T.detach() + own_T if gradient == "token" else d_T
+
+
+def ratio(scene: Scene) -> Tensor:
+    """r of the members: exp of their log r, which the bound holds; what the log-ratio is made of it does not."""
+    return scene.bounded(log_ratio(scene)).exp()
 
 
 def statistic_of(value_T: Tensor, vote_T: Tensor, unit: str, statistic: str, scene: Scene) -> Tensor:

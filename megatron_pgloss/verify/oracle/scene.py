@@ -106,7 +106,7 @@ class Scene:
         return self.constant(value) if isinstance(value, str) else float(value)
 
     def bounded(self, log_ratio: Tensor) -> Tensor:
-        """Log-ratio within +-bound, of gradient 0 beyond."""
+        """A log-ratio that stands in an exp, within +-bound; of gradient 0 beyond, not yet at the bound itself."""
         return log_ratio.clamp(-self.bound, self.bound)
 
     def acts_here(self, rule: Mapping[str, Any], by_default: bool) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import SpecError
-from megatron_pgloss.verify.oracle.ratios import log_ratio, ratio_axis, statistic_of
+from megatron_pgloss.verify.oracle.ratios import log_ratio, log_ratio_T, ratio, ratio_axis, statistic_of
 from megatron_pgloss.verify.oracle.scene import Scene
 from megatron_pgloss.verify.oracle.step import choice, setting
 from megatron_pgloss.verify.oracle.terms import call
@@ -49,29 +49,32 @@ def _reinforce(surrogate: Surrogate, scene: Scene) -> Tensor:
 
 
 def _unclipped(surrogate: Surrogate, scene: Scene) -> Tensor:
-    return -log_ratio(scene).exp() * scene.constant("advantages")
+    return -ratio(scene) * scene.constant("advantages")
 
 
 def _clip(surrogate: Surrogate, scene: Scene) -> Tensor:
     low, high, cap = clip_bounds(surrogate, scene)
-    return _clipped(log_ratio(scene), scene.constant("advantages"), low, high, cap)
+    return _clipped(ratio(scene), scene.constant("advantages"), low, high, cap)
 
 
-def _clipped(log_ratio_M: Tensor, advantage_M: Tensor, low: Any, high: Any, cap: float) -> Tensor:
-    """-min(r A, clip(r, 1-low, 1+high) A), for A < 0 at most -cap A."""
-    ratio_M = log_ratio_M.exp()
+def _clipped(ratio_M: Tensor, advantage_M: Tensor, low: Any, high: Any, cap: float) -> Tensor:
+    """-min(r A, clip(r, 1-low, 1+high) A), for A < 0 at most -cap A. Exactly on a bound r is free: both sides of the
+    minimum are equal there, and its derivative is that of r A.
+    """
     edges_M = torch.zeros_like(ratio_M)
-    held_M = torch.minimum(torch.maximum(ratio_M, edges_M + (1 - low)), edges_M + (1 + high))
-    gain_M = torch.minimum(ratio_M * advantage_M, held_M * advantage_M)
+    held_M = torch.minimum(torch.maximum(ratio_M, edges_M + (1 - low)), edges_M + (1 + high)).detach()
+    gain_M, flat_M = ratio_M * advantage_M, held_M * advantage_M
+    gain_M = torch.where(flat_M < gain_M, flat_M, gain_M)
     if cap < INFINITE:
-        gain_M = torch.where(advantage_M < 0, torch.maximum(gain_M, cap * advantage_M), gain_M)
+        least_M = cap * advantage_M
+        gain_M = torch.where((advantage_M < 0) & (gain_M < least_M), least_M, gain_M)
     return -gain_M
 
 
 def _cispo(surrogate: Surrogate, scene: Scene) -> Tensor:
     """-sg[clip(r, lower, upper)] A log pi."""
     relative = choice(setting(surrogate, "bound", "relative"), ["relative", "absolute"], "bound") == "relative"
-    weight_M = log_ratio(scene).detach().exp()
+    weight_M = ratio(scene).detach()
     if surrogate.get("low") is not None:
         low = scene.number(surrogate["low"])
         weight_M = torch.maximum(weight_M, torch.zeros_like(weight_M) + (1 - low if relative else low))
@@ -82,7 +85,7 @@ def _cispo(surrogate: Surrogate, scene: Scene) -> Tensor:
 
 def _topr(surrogate: Surrogate, scene: Scene) -> Tensor:
     """-sg[clip(r, a, b)] A log pi, with (a, b) by the sign of A."""
-    ratio_M, advantage_M = log_ratio(scene).detach().exp(), scene.constant("advantages")
+    ratio_M, advantage_M = ratio(scene).detach(), scene.constant("advantages")
     good, bad = setting(surrogate, "positive", (1.0, 1.0)), setting(surrogate, "negative", (0.0, 1.0))
     weight_M = torch.where(advantage_M > 0, ratio_M.clamp(*good), ratio_M.clamp(*bad))
     return -weight_M * advantage_M * scene.logp()
@@ -93,12 +96,12 @@ def _sapo(surrogate: Surrogate, scene: Scene) -> Tensor:
     advantage_M = scene.constant("advantages")
     good, bad = float(setting(surrogate, "tau_positive", 1.0)), float(setting(surrogate, "tau_negative", 1.05))
     tau_M = torch.full_like(advantage_M, bad).masked_fill(advantage_M > 0, good)
-    return -(4 / tau_M) * torch.sigmoid(tau_M * (log_ratio(scene).exp() - 1)) * advantage_M
+    return -(4 / tau_M) * torch.sigmoid(tau_M * (ratio(scene) - 1)) * advantage_M
 
 
 def _vespo(surrogate: Surrogate, scene: Scene) -> Tensor:
     """-sg[r^k exp(lam (1 - r))] A log pi."""
-    advantage_M, ratio_M = scene.constant("advantages"), log_ratio(scene).detach().exp()
+    advantage_M, ratio_M = scene.constant("advantages"), ratio(scene).detach()
 
     def phi(side: str, k: float, lam: float) -> Tensor:
         k, lam = float(setting(surrogate, f"k_{side}", k)), float(setting(surrogate, f"lam_{side}", lam))
@@ -109,20 +112,22 @@ def _vespo(surrogate: Surrogate, scene: Scene) -> Tensor:
 
 
 def _gmpo(surrogate: Surrogate, scene: Scene) -> Tensor:
-    """-A exp(mean over the unit of m), m = min(d, high) where A > 0, max(d, -low) where A < 0, 0 where A = 0."""
-    raw_T, vote_T = scene.log_ratio_to(scene.constant_T("old"))
-    d_T, advantage_T = scene.bounded(raw_T), scene.constant_T("advantages")
+    """-A exp(mean over the unit of m), m = min(d, high) where A > 0, max(d, -low) where A < 0, 0 where A = 0; d exactly
+    on its bound is free.
+    """
+    d_T, vote_T = scene.log_ratio_to(scene.constant_T("old"))
+    advantage_T = scene.constant_T("advantages")
     m_T = torch.zeros_like(d_T)
     for side, sign in (("high", 1), ("low", -1)):
         given = setting(surrogate, side, 0.4)
         limit_T = scene.constant_T(given) if isinstance(given, str) else torch.full_like(d_T, float(given))
         index = ((sign * advantage_T > 0) & (vote_T | scene.member_T)).nonzero().squeeze(1)
-        pick = torch.minimum if sign > 0 else torch.maximum
-        m_T = m_T.index_put((index,), pick(d_T[index], sign * limit_T[index]))
+        free = sign * d_T[index] <= limit_T[index]
+        m_T = m_T.index_put((index,), torch.where(free, d_T[index], sign * limit_T[index]))
     vote_T = vote_T & (advantage_T.isfinite() | scene.member_T)
     unit = choice(setting(surrogate, "unit", "sequence"), ["sequence", "turn"], "unit")
     mean_M = statistic_of(m_T, vote_T, unit, "mean", scene)[scene.index_M]
-    return -scene.constant("advantages") * mean_M.exp()
+    return -scene.constant("advantages") * scene.bounded(mean_M).exp()
 
 
 def _dro(surrogate: Surrogate, scene: Scene) -> Tensor:
@@ -133,8 +138,7 @@ def _dro(surrogate: Surrogate, scene: Scene) -> Tensor:
 
 def _fipo(surrogate: Surrogate, scene: Scene) -> Tensor:
     """sg[f_t] times the clipped term, f_t the bounded influence of the tokens from t on."""
-    raw_T, vote_T = scene.log_ratio_to(scene.constant_T("old"))
-    d_T = scene.bounded(raw_T)
+    d_T, vote_T = scene.log_ratio_to(scene.constant_T("old"))
     advantage_M, d_M = scene.constant("advantages"), d_T[scene.index_M]
     low, high = scene.number(setting(surrogate, "low", 0.2)), scene.number(setting(surrogate, "high", 0.28))
     cap = float(setting(surrogate, "delta", INFINITE))
@@ -152,12 +156,12 @@ def _fipo(surrogate: Surrogate, scene: Scene) -> Tensor:
     if safe is not None:
         risky_M = (advantage_M < 0) & (d_M.detach().exp() > float(safe))
         f_M = torch.where(risky_M, f_M.clamp(0.8, 1.0), f_M)
-    return f_M * _clipped(d_M, advantage_M, low, high, cap)
+    return f_M * _clipped(scene.bounded(d_M).exp(), advantage_M, low, high, cap)
 
 
 def _real(surrogate: Surrogate, scene: Scene) -> Tensor:
     """log(1 + exp(-sign(A) s / tau)); nothing where A = 0."""
-    advantage_M, s_M = scene.constant("advantages"), log_ratio(scene)
+    advantage_M, s_M = scene.constant("advantages"), scene.bounded(log_ratio(scene))
     if choice(setting(surrogate, "form", "binary"), ["binary", "group"], "form of REAL") == "group":
         return _real_group(float(setting(surrogate, "tau", 0.5)), scene, advantage_M, s_M)
     term_M = torch.log1p(torch.exp(-advantage_M.sign() * s_M / float(setting(surrogate, "tau", 0.5))))
@@ -191,8 +195,8 @@ def _real_group(tau: float, scene: Scene, advantage_M: Tensor, s_M: Tensor) -> T
 
 def _distill(surrogate: Surrogate, scene: Scene) -> Tensor:
     """-sg[log ref - log pi] r."""
-    above_M = scene.bounded(scene.constant("ref") - scene.logp()).detach()  # the teacher's advantage is a constant
-    return -above_M * log_ratio(scene).exp()
+    above_M = (scene.constant("ref") - scene.logp()).detach()  # the teacher's advantage is a constant
+    return -above_M * ratio(scene)
 
 
 def _nll(surrogate: Surrogate, scene: Scene) -> Tensor:
@@ -201,8 +205,7 @@ def _nll(surrogate: Surrogate, scene: Scene) -> Tensor:
 
 def _custom(surrogate: Surrogate, scene: Scene) -> Tensor:
     """A user's own function of the streams, which sees the component's ratio."""
-    axis_T = torch.zeros_like(scene.logp_T).index_put((scene.index_M,), log_ratio(scene))
-    return call(surrogate["fn"], scene, axis_T)[scene.index_M]
+    return call(surrogate, scene, log_ratio_T(scene))[scene.index_M]
 
 
 KINDS: dict[str, Callable[[Surrogate, Scene], Tensor]] = {

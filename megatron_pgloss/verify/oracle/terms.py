@@ -6,7 +6,7 @@ Shapes: T all tokens of the step.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ from torch import Tensor
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.verify.oracle.scene import Scene
 from megatron_pgloss.verify.oracle.sets import domain
+from megatron_pgloss.verify.oracle.step import choice, setting
+
+HOWS = {"mean": "unit_mean", "sum": "unit_sum", "prefix": "prefix_sum"}
 
 
 def resolved(named: Any) -> Callable[[TermStreams], Tensor]:
@@ -26,9 +29,14 @@ def resolved(named: Any) -> Callable[[TermStreams], Tensor]:
     return named  # type: ignore[no-any-return]
 
 
-def call(named: Any, scene: Scene, axis_T: Tensor | None = None) -> Tensor:
-    """What a user's function gives, float64 [T]; ``axis_T``: the log-ratio it is to see, if not the token's own."""
-    found_T = resolved(named)(TermStreams.of(scene, axis_T))
+def call(part: Mapping[str, Any], scene: Scene, axis_T: Tensor | None = None) -> Tensor:
+    """What the user's function of ``part`` gives, float64 [T].
+
+    Args:
+        part: with ``fn``, and ``statistics`` where it declares some.
+        axis_T: the log-ratio it is to see, if not the token's own.
+    """
+    found_T = resolved(part["fn"])(TermStreams.of(scene, axis_T, setting(part, "statistics", ())))
     if found_T.shape != scene.member_T.shape:
         raise DataError(
             "a function of the user's own returns one number per token",
@@ -50,11 +58,20 @@ class TermStreams:
     scene: Scene
     domain_T: Tensor
     axis_T: Tensor | None = None
+    declared: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
-    def of(cls, scene: Scene, axis_T: Tensor | None = None) -> TermStreams:
-        """The streams of a component."""
-        return cls(scene, domain(scene.component, scene.step), axis_T)
+    def of(cls, scene: Scene, axis_T: Tensor | None = None, declared: Sequence[Mapping[str, Any]] = ()) -> TermStreams:
+        """The streams of a component, for a function that declares these statistics."""
+        return cls(scene, domain(scene.component, scene.step), axis_T, declared)
+
+    def statistic(self, name: str) -> Tensor:
+        """The statistic that the function declares under this name."""
+        (found,) = [entry for entry in self.declared if entry["name"] == name]
+        of, how = setting(found, "of", "log_ratio"), choice(setting(found, "how", "mean"), list(HOWS), "statistic")
+        value_T = getattr(self, of) if hasattr(type(self), of) else self.stream(of)
+        unit, over = setting(found, "unit", "sequence"), setting(found, "over", "sampled")
+        return getattr(self, HOWS[how])(value_T, unit, over)  # type: ignore[no-any-return]
 
     def _clean(self, value_T: Tensor, what: str) -> Tensor:
         scene = self.scene
@@ -112,13 +129,13 @@ class TermStreams:
 
     @property
     def log_ratio(self) -> Tensor:
-        """log(pi / old), bounded; in a surrogate that of the component's ratio."""
-        return self.scene.bounded(self.logp - self.old) if self.axis_T is None else self.axis_T
+        """log(pi / old); in a surrogate that of the component's ratio."""
+        return self.logp - self.old if self.axis_T is None else self.axis_T
 
     @property
     def ratio(self) -> Tensor:
-        """pi / old."""
-        return self.log_ratio.exp()
+        """pi / old, its logarithm held by the bound."""
+        return self.scene.bounded(self.log_ratio).exp()
 
     def unit_sum(self, value_T: Tensor, unit: str = "sequence", over: str = "sampled") -> Tensor:
         """Sum over each unit's action tokens, given to each token of the unit; 0 in no unit."""
@@ -128,11 +145,16 @@ class TermStreams:
         """Mean over each unit's action tokens, given to each token of the unit; 0 if none."""
         return self._per_unit(value_T, unit, over, mean=True)
 
-    def prefix_sum(self, value_T: Tensor) -> Tensor:
-        """Running sum over the action tokens of each sequence, this token included."""
-        action_T = self.scene.step.flags("action")
-        kept_T = torch.where(action_T, value_T, torch.zeros_like(value_T))
-        return torch.cat([part.cumsum(0) for part in self.scene.step.split(kept_T)])
+    def prefix_sum(self, value_T: Tensor, unit: str = "sequence", over: str = "sampled") -> Tensor:
+        """Running sum over the action tokens of each unit, this token included; 0 in no unit."""
+        votes_T = self.scene.member_T if over == "members" else self.scene.step.flags("action")
+        sums: dict[Hashable, Tensor] = {None: value_T.new_zeros(())}
+        found = []
+        for t, key in enumerate(self.scene.step.keys(unit)):
+            if key is not None:
+                sums[key] = sums.get(key, value_T.new_zeros(())) + (value_T[t] if votes_T[t] else 0)
+            found.append(sums[key])
+        return torch.stack(found) if found else value_T
 
     def _per_unit(self, value_T: Tensor, unit: str, over: str, mean: bool) -> Tensor:
         votes_T = self.scene.member_T if over == "members" else self.scene.step.flags("action")

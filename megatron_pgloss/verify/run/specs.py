@@ -23,6 +23,7 @@ from megatron_pgloss.spec import (
     PolicyGradient,
     RatioMask,
     SequenceGate,
+    Statistic,
     Term,
     TruncatedIS,
     UserMask,
@@ -31,8 +32,16 @@ from megatron_pgloss.spec import (
 
 def shaping(x: Any) -> Tensor:
     """A user's term through every unit statistic, each with a gradient: float [T]."""
-    drift = x.unit_mean(x.log_ratio, "sequence").square() + 0.1 * x.prefix_sum(x.log_ratio).tanh()
-    return drift + 0.01 * x.unit_sum(x.logp, "turn")
+    drift = x.statistic("mean").square() + 0.1 * x.statistic("so_far").tanh()
+    return drift + 0.01 * x.statistic("turns")
+
+
+SHAPING = (
+    Statistic(name="mean"),
+    Statistic(name="so_far", how="prefix"),
+    Statistic(name="turns", of="logp", how="sum", unit="turn"),
+)
+"""What `shaping` declares, so that it travels in one collective."""
 
 
 def rich() -> LossSpec:
@@ -46,7 +55,9 @@ def rich() -> LossSpec:
             KL(estimator="k3", coef=0.1, normalizer="mean(episode) > mean(token)"),
             Entropy(coef=0.05, normalizer="mean(sequence) > sum(token)/avg"),
             CrossEntropy(coef=0.3, normalizer="mean(sequence) > mean(token)", count="observations", units="all"),
-            Term("shape", shaping, coef=0.1, needs=("old",), normalizer="mean(prompt) > mean(token)"),
+            Term(
+                "shape", shaping, coef=0.1, needs=("old",), statistics=SHAPING, normalizer="mean(prompt) > mean(token)"
+            ),
         ],
         corrections=[TruncatedIS(high=1.1)],
         masks=[DropTruncated(), DropZeroAdvantage(), UserMask(name="keep", on=("kl",))],

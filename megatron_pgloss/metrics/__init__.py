@@ -1,0 +1,12 @@
+"""Metrics as typed reductions: a sum with its own count, an extreme; each adds exactly over micro-batches and ranks.
+
+A mean is never averaged again: what travels is ``(sum, count)`` in float64, and the division happens once, on
+the reduced pair. One row of the table `METRICS` is all that there is to say of a metric: which components have it, its
+value, what it is divided by, and what it should be on the first on-policy step; the names that ranks agree on and
+docs/metrics.md are made from it.
+"""
+
+from megatron_pgloss.metrics.reduction import Metric, fold, merge_all, unpack
+from megatron_pgloss.metrics.table import METRICS, Kind, MetricRow, kind_of
+
+__all__ = ["METRICS", "Kind", "Metric", "MetricRow", "fold", "kind_of", "merge_all", "unpack"]

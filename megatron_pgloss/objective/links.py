@@ -1,0 +1,104 @@
+"""Statistics over units, taken before the loss runs: one collective for each link of the chain. `N` positions.
+
+What travels under context parallelism is known from the spec. The first link has what reads the token's own streams:
+ratios over a unit, means inside a surrogate, gates and corrections over a unit, statistics that users' functions
+declare. The second has what users' functions declare over a ratio that is itself a statistic of the first. Every rank
+asks for the same ones in the same order, of empty micro-batches too, and each link is one collective back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+
+from megatron_pgloss.maths import Asked, taken
+from megatron_pgloss.objective import late, ratios, surrogates
+from megatron_pgloss.objective.streams import Streams
+from megatron_pgloss.planning import MicroBatch
+from megatron_pgloss.rules import corrections, gates
+from megatron_pgloss.spec import Component, LossSpec, PolicyGradient
+from megatron_pgloss.spec.functions import Function, Statistic
+from megatron_pgloss.spec.kinds import Kind
+
+_OF_RATIO = ("log_ratio", "ratio")
+Question = tuple[Hashable, Asked]
+
+
+def settle(streams: Sequence[Streams], micro: MicroBatch, spec: LossSpec) -> None:
+    """Give every component the statistics that it asks for, and its ratio."""
+    for x in streams:
+        if not _joined(x.component):
+            _set_ratio(x)
+    _answer([(x, list(_first(x, micro, spec))) for x in streams], micro)
+    for x in streams:
+        if _joined(x.component):
+            _set_ratio(x)
+    if any(link == 2 for x in streams for _, _, link in declared(x.component, spec)):
+        _answer([(x, list(_second(x, spec))) for x in streams], micro)
+
+
+def declared(part: Component, spec: LossSpec) -> Iterator[tuple[Hashable, Statistic, int]]:
+    """Statistics of the users' functions of ``part``: under which key, and in which link of the chain."""
+    for key, piece in _functions(part, spec):
+        for statistic in piece.statistics:
+            # The function of a ratio sees the token's.
+            later = _joined(part) and statistic.of in _OF_RATIO and key != ratios.KEY
+            yield (key, statistic.name), statistic, 2 if later else 1
+
+
+def _joined(part: Component) -> bool:
+    """Whether the component's ratio is a statistic over a unit, or may ask for one."""
+    return isinstance(part, PolicyGradient) and part.axis is not None and part.axis.asks_units
+
+
+def _set_ratio(x: Streams) -> None:
+    part = x.component
+    if isinstance(part, PolicyGradient) and (part.has_ratio or part.ratio == "none"):
+        x.log_ratio = ratios.log_ratio(part.axis, x)
+
+
+def _functions(part: Component, spec: LossSpec) -> Iterator[tuple[Hashable, Function]]:
+    owned: list[tuple[Hashable, Kind | None]] = [("term", part)]
+    if isinstance(part, PolicyGradient):
+        owned = [(ratios.KEY, part.axis), (surrogates.KEY, part.surrogate)]
+    owned += [(late.gate_key(i), gate) for i, gate in enumerate(spec.gates) if gate.acts_on(part)]
+    for key, piece in owned:
+        if isinstance(piece, Function):
+            yield key, piece
+
+
+def _first(x: Streams, micro: MicroBatch, spec: LossSpec) -> Iterator[Question]:
+    part = x.component
+    found: list[tuple[Hashable, Asked | None]] = []
+    if isinstance(part, PolicyGradient):
+        found.append((ratios.KEY, ratios.asked(part.axis, x)))
+        found.append((surrogates.KEY, surrogates.asked(part.surrogate, x)))
+    for i, gate in enumerate(spec.gates):
+        if gate.acts_on(part) and micro.gate(part.name, i) is None:
+            found.append((late.gate_key(i), gates.asked(gate, x)))
+    for i, rule in late.rules(part, spec):
+        found.append((late.correction_key(i), corrections.asked(rule, late.evidence(rule, x))))
+    found.append((late.CHI2, late.asked_chi2(part, x, spec)))
+    for key, statistic, link in declared(part, spec):
+        if link == 1:
+            found.append((key, _declared(statistic, x)))
+    return ((key, one) for key, one in found if one is not None)
+
+
+def _second(x: Streams, spec: LossSpec) -> Iterator[Question]:
+    for key, statistic, link in declared(x.component, spec):
+        if link == 2:
+            yield key, _declared(statistic, x)
+
+
+def _declared(statistic: Statistic, x: Streams) -> Asked:
+    value_N = getattr(x, statistic.of) if hasattr(type(x), statistic.of) or statistic.of == "logp" else None
+    if value_N is None:
+        value_N = x.stream(statistic.of)
+    return x.ask(statistic.how, value_N, statistic.unit, statistic.over)
+
+
+def _answer(questions: Sequence[tuple[Streams, list[Question]]], micro: MicroBatch) -> None:
+    answers = iter(taken([one for _, some in questions for _, one in some], micro.group))
+    for x, some in questions:
+        for key, _ in some:
+            x.answers[key] = next(answers)
