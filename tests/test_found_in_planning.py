@@ -149,6 +149,14 @@ def test_corrections_over_a_unit_alike(rule: Any) -> None:
     pg.plan([batch], spec_of(pg.PolicyGradient(), corrections=by_token), split=ONE)
 
 
+def test_gmpo_reads_the_sign_of_every_advantage() -> None:
+    gmpo = pg.PolicyGradient(surrogate=pg.spec.GMPO())
+    batch = pictured("cAA", "cA", old_logprobs=-1.0, advantages=hole(NAN), **MASKED)
+    words = ("a statistic of component 'rl' reads", "row 0, token 2, stream 'advantages'")
+    refused(pg.DataError, lambda: pg.plan([batch], spec_of(gmpo), split=ONE), *words)
+    pg.plan([batch], spec_of(GSPO), split=ONE)  # its statistic is of ratios alone
+
+
 def test_a_gate_over_a_sequence_alike() -> None:
     gate = pg.SequenceGate(threshold=0.1)
     batch = pictured("cAA", "cA", old_logprobs=-1.0, rollout_logprobs=hole(NAN), **MASKED)
