@@ -55,11 +55,6 @@ class CorrectionKind(Rule):
         return "sum"
 
     @property
-    def truncates(self) -> bool:
-        """Whether its weight is held between bounds."""
-        return False
-
-    @property
     def home(self) -> Literal["policy gradients", "actions"]:
         """The policy gradients where it weighs, all components over actions where it only rejects."""
         return "policy gradients" if self.weighs else "actions"
@@ -120,11 +115,6 @@ class TruncatedIS(RatioCorrection):
     def statistic_unit(self) -> str | None:
         """The unit of the ratio; None where it is the token's own."""
         return {"token": None, "geometric": "sequence", "turn_geometric": "turn"}.get(self.level, self.level)
-
-    @property
-    def truncates(self) -> bool:
-        """Always."""
-        return True
 
     @property
     def joined_by(self) -> Literal["sum", "mean"]:
