@@ -31,12 +31,13 @@ def check(batch: TokenBatch, spec: LossSpec, sets: list[ComponentSet]) -> None:
     for tokens in sets:
         part = tokens.component
         _weights(batch, tokens)
-        streams = {stream: tokens.member_T for stream in _read_at_members(batch, spec, part)}
+        if part.name in batch.weights:
+            _judge(batch, tokens, f"weights[{part.name!r}]", batch.weights[part.name], tokens.member_T, math.inf)
+        streams = {stream: tokens.member_T for stream in _read_at_members(spec, part)}
         for stream, looked_T in _read_by_statistics(batch, spec, tokens).items():
             streams[stream] = streams.get(stream, torch.zeros_like(looked_T)) | looked_T
         for name, looked_T in streams.items():
-            given = part.name in batch.weights and name == f"weights[{part.name!r}]"
-            stream_T = batch.weights[part.name] if given else batch.streams[name]
+            stream_T = batch.streams[name]
             if stream_T.dim() > 1:
                 continue  # `_teachers` looks where the ids beside it are
             limit = ABOVE_ZERO if name in BY_NAME and BY_NAME[name].dtype == "log-prob" else math.inf
@@ -44,14 +45,13 @@ def check(batch: TokenBatch, spec: LossSpec, sets: list[ComponentSet]) -> None:
         _teachers(batch, tokens)
 
 
-def _read_at_members(batch: TokenBatch, spec: LossSpec, part: Component) -> list[str]:
+def _read_at_members(spec: LossSpec, part: Component) -> list[str]:
     """Names of the streams whose values at the component's members are read."""
     names = list(spec.streams_of(part))
     for rule in spec.corrections:
         if rule.ratio_of is not None and rule.acts_on(part):
             names += ["rollout", *(["old"] if rule.ratio_of == "old" and spec.old == "given" else [])]
     names += ["old"] if spec.old == "record" and part.over == "action" else []  # 0 in a row's first update
-    names += [f"weights[{part.name!r}]"] if part.name in batch.weights else []
     return list(dict.fromkeys(names))
 
 
