@@ -11,15 +11,20 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError, LayoutError, PGLossError, SpecError
-from megatron_pgloss.megatron import counting, factors, finish, forward_only, mtp, outputs
+from megatron_pgloss.megatron import counting, factors, finish, forward_only, gradients, mtp, outputs
+from megatron_pgloss.megatron.call import Boundaries, Forward, Shard
 from megatron_pgloss.megatron.head import HeadMode
 from megatron_pgloss.megatron.reference import Reference, needed
 from megatron_pgloss.megatron.runtime import Runtime, as_chunks
+from megatron_pgloss.megatron.state import ModuleState
 from megatron_pgloss.objective import LossOutput, policy_loss
 from megatron_pgloss.objective.measure import names
 from megatron_pgloss.planning import MicroBatch, Plan, Split
 from megatron_pgloss.rollouts import TokenBatch, broken
 from megatron_pgloss.spec import LossSpec
+
+SCORED = ("old", "ref", "rollout", "values")
+"""Streams that `PolicyLossStep.score` sets."""
 
 
 class PolicyLossStep(Runtime):
@@ -30,7 +35,7 @@ class PolicyLossStep(Runtime):
         model: the module, or list of chunks, handed to the schedule, wrapped as it will run: all else is read from it.
         split: how rows become micro-batches.
         pg_collection: process groups; None: Megatron's parallel_state.
-        on_nonfinite: what `finish` does with NaN or infinity inside a component: ``raise`` on every rank; ``skip``:
+        on_nonfinite: what `finish` does where the loss or a gradient is not finite: ``raise`` on every rank; ``skip``:
             zero the gradients and set ``should_step`` to False; ``report`` in the metrics alone.
         allow_empty_microbatches: accept empty micro-batches although MoE auxiliary losses average over them.
         reuse_logits: write the logits' gradient into their own storage.
@@ -40,6 +45,9 @@ class PolicyLossStep(Runtime):
             ``keep``, ``recompute``, ``forward``, ``auto`` (`megatron_pgloss.megatron.head.FusedHead`).
         head_memory: bytes that ``auto`` may spend on kept logits.
         reference: the frozen model of an exact KL, laid out as ``model`` (`megatron_pgloss.megatron.reference`).
+        forward: ``FN(model, micro, inputs) -> output``, how the model is run on a micro-batch, in training, scoring,
+            the statistics pass and evaluation; for models whose ``forward`` has another signature. ``inputs``: what the
+            step would hand over (`inputs`), the fused head's keyword with it. None: ``model(**inputs)``.
 
     Raises:
         UnsupportedError, SpecError: a refused mode (`megatron_pgloss.megatron.modes`), or factors that cannot be
@@ -61,21 +69,23 @@ class PolicyLossStep(Runtime):
         head: HeadMode = "given",
         head_memory: int = 2**31,
         reference: Any = None,
+        forward: Forward | None = None,
     ) -> None:
         if on_nonfinite not in ("raise", "skip", "report"):
             raise SpecError(f"on_nonfinite={on_nonfinite!r}", expected="'raise', 'skip' or 'report'")
         super().__init__(
             spec, model, split=split, pg_collection=pg_collection, vocab_size=vocab_size, head=head,
-            head_memory=head_memory, reuse_logits=reuse_logits,
+            head_memory=head_memory, reuse_logits=reuse_logits, forward=forward, on_nonfinite=on_nonfinite,
         )  # fmt: skip
-        self.on_nonfinite = on_nonfinite
         self.reference = None if reference is None else Reference(self, reference)
         self._allow_empty = allow_empty_microbatches
         self._plan: Plan | None = None
+        self._boundaries = Boundaries()
+        self._state: ModuleState | None = None  # what a skip puts back
         self._counted: int  # Megatron's token count of the step that is open, in per-token mode
         self._mtp = mtp.Weight()
         self.should_step = True
-        """Whether the optimizer should step, after `finish`: False after skipped faults, or where nothing can move."""
+        """Whether the optimizer should step, after `finish`: False after a skipped step, or where no gradient is."""
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
@@ -99,12 +109,13 @@ class PolicyLossStep(Runtime):
         Raises:
             PGLossError: the same on every rank.
         """
-        self.close()
+        self._close()
         try:
             self.look_again()
         except PGLossError as error:
             batches = [broken(error)]  # the plan raises it on every rank: it may show on one stage alone
-        made = self.make_plan(batches, self.spec, coef=coef, version=version)
+        options = self._allow_empty, self.reference is not None
+        made = self.make_plan(batches, self.spec, agreed=options, coef=coef, version=version)
         empty = made.job["empty_microbatches"]
         if empty and counting.has_moe_losses(self.config) and not self._allow_empty:
             raise LayoutError(
@@ -121,13 +132,21 @@ class PolicyLossStep(Runtime):
                 self._mtp.open(self.config, self._counted, made.job["actions"])
         if self.reference is not None:
             self.reference.open(made)
-        self._plan = made
+        self._plan, self._boundaries = made, Boundaries()
+        self._state = ModuleState(self.chunks) if self.on_nonfinite == "skip" else None
         self.should_step = made.has_signal
         return made
 
     def close(self) -> None:
-        """Leave the open step without `finish`, after an error say; Megatron's config is as it was before `begin`."""
-        self._plan = None
+        """Leave the open step without `finish`, after an error say: no update was made, and the same rows may be tried
+        again. Megatron's config is as it was before `begin`.
+        """
+        if self._plan is not None:
+            finish.take_back(self._plan)
+        self._close()
+
+    def _close(self) -> None:
+        self._plan = self._state = None
         self._mtp.close()
         if self.reference is not None:
             self.reference.close()
@@ -160,13 +179,13 @@ class PolicyLossStep(Runtime):
 
     # ---- the schedule's callbacks ---------------------------------------------------------------------------------
 
-    def data_iterator(self) -> Iterator[MicroBatch] | list[Iterator[MicroBatch]]:
+    def data_iterator(self) -> Iterator[Shard] | list[Iterator[Shard]]:
         """This rank's shards of the step's micro-batches; one iterator per chunk under virtual pipelining."""
-        return self.iterators(self.plan)
+        return self.iterators(self.plan, self._boundaries)
 
     def forward_step(
         self,
-        data_iterator: Iterator[MicroBatch],
+        data_iterator: Iterator[Shard],
         model: Any,
         checkpoint_activations_microbatch: Any = None,
         *,
@@ -223,8 +242,12 @@ class PolicyLossStep(Runtime):
 
         Returns: the batches with whole rows scored, on every rank.
         """
+        if into not in SCORED:
+            error = DataError(f"score(into={into!r})", expected=" | ".join(SCORED))
+            batches = [broken(error)]  # raised by the plan, on every rank
+        made = self.make_plan(batches, None, agreed=into)
         chunks = self.chunks if model is None else as_chunks(model)
-        return forward_only.score(self, self.make_plan(batches, None), batches, chunks, into)
+        return forward_only.score(self, made, batches, chunks, into)
 
     def finish(self, losses: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         """Close the step: one gather over the world. Every rank calls it, before the optimizer steps.
@@ -237,6 +260,7 @@ class PolicyLossStep(Runtime):
 
         Raises:
             NonFiniteError: with ``on_nonfinite="raise"``, on every rank alike.
+            DataError: packed rows were run without their boundaries; or reports that are not this step's. Likewise.
         """
         made = self.plan
         self._mtp.close()
@@ -245,17 +269,25 @@ class PolicyLossStep(Runtime):
         wanted = [
             name for part in self.spec.components for name in names(part, self.spec, streams, self.spec.needs_entropy)
         ]
-        metrics, place, updated = finish.collect(list(losses), wanted, made, self.layout)
-        if updated:  # an evaluation is none
+        # A rank that sees no loss cannot tell an update from an evaluation: it looks, and all decide.
+        look = made.updated or made.batch is None or not self.layout.last_stage
+        found = finish.collect(
+            losses, wanted, made, self.layout,
+            gradient=gradients.largest(self.chunks, self.layout.device) if look else None,
+            error=self.unread(made, self._boundaries),
+        )  # fmt: skip
+        if found.updated:  # an evaluation is none
             made.mark_updated()
-        self.close()
-        results = finish.results(metrics, made)
-        error = finish.nonfinite(metrics, place)
-        if made.recorder is not None and updated:
-            if error is None or self.on_nonfinite == "report":
-                forward_only.settle(self, made)
-            else:
-                made.recorder.forget()
+        state = self._state
+        self._close()
+        results = finish.results(found, made)
+        error = finish.nonfinite(found, made, gradients=not gradients.loss_scaler_decides(self.config))
+        # Losses of the model's own (MoE, multi-token prediction) have gradients where the policy has none.
+        self.should_step = made.has_signal or found.gradient != 0
+        if error is not None and self.on_nonfinite != "report":
+            finish.take_back(made)
+        elif made.recorder is not None and found.updated:
+            forward_only.settle(self, made)
         results["skipped"] = float(error is not None and self.on_nonfinite == "skip")
         if error is not None and self.on_nonfinite == "raise":
             raise error
@@ -263,4 +295,6 @@ class PolicyLossStep(Runtime):
             self.should_step = False
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
+            if state is not None:
+                state.restore()
         return results

@@ -78,8 +78,8 @@ def pack(head: dict[str, int], body: Tensor, error: PGLossError | None) -> Tenso
     if error is None:
         row[HEAD : HEAD + body.numel()] = body
     else:
-        head = {**head, "error": 1 + sorted(KINDS).index(type(error).__name__)}
-        text = _text(error, BODY * 8 - 8)
+        head = {**head, "error": error_code(error)}
+        text = error_text(error, BODY * 8 - 8)
         raw = torch.frombuffer(bytearray(text.ljust((len(text) + 7) // 8 * 8, b" ")), dtype=torch.int64)
         row[HEAD] = len(text)
         row[HEAD + 1 : HEAD + 1 + raw.numel()] = raw
@@ -132,7 +132,7 @@ def firsts(rows: Tensor) -> Tensor:
 _EQUAL = (
     ("spec", "ranks have different loss specs", "build the spec from one file or argument on every rank"),
     ("version", "ranks run different versions of megatron_pgloss", "install one version everywhere"),
-    ("setup", "ranks differ in split, coefficients or plan options", "pass the same arguments on every rank"),
+    ("setup", "ranks differ in split, coefficients or options of plan or step", "pass the same on every rank"),
 )
 
 
@@ -194,7 +194,7 @@ def batch_digest(batch: Any) -> int:
     return digest(ids, *(tensor.contiguous().reshape(-1).view(torch.uint8).numpy() for tensor in tensors))
 
 
-def _text(error: PGLossError, room: int) -> bytes:
+def error_text(error: PGLossError, room: int) -> bytes:
     """The parts of an error as JSON of at most ``room`` bytes; the longest ones are cut first."""
     given = (error.what, error.expected, error.got, error.where, error.fix)
     parts = [None if part is None else str(part) for part in given]
@@ -207,11 +207,19 @@ def _text(error: PGLossError, room: int) -> bytes:
 
 
 def _unpack(row: Tensor, faulty: list[int]) -> PGLossError:
-    kind = KINDS[sorted(KINDS)[int(row[FIELDS.index("error")]) - 1]]
-    size = int(row[HEAD])
-    raw = row[HEAD + 1 :].contiguous().view(torch.uint8).numpy().tobytes()[:size]
-    what, expected, got, where, fix = json.loads(raw)
+    kind, size = int(row[FIELDS.index("error")]), int(row[HEAD])
+    return error_of(kind, row[HEAD + 1 :].contiguous().view(torch.uint8).numpy().tobytes()[:size], faulty)
+
+
+def error_code(error: PGLossError) -> int:
+    """The number that a row carries for an error's type: 0 is none."""
+    return 1 + sorted(KINDS).index(type(error).__name__)
+
+
+def error_of(code: int, text: bytes, faulty: list[int]) -> PGLossError:
+    """The error of the first of the ``faulty`` ranks, from its `error_code` and its `error_text`."""
+    what, expected, got, where, fix = json.loads(text)
     place = f"rank {faulty[0]}" + (f", {where}" if where else "")
     if len(faulty) > 1:
         place += f" (and {len(faulty) - 1} more ranks: {', '.join(map(str, faulty[1:6]))})"
-    return kind(what, expected=expected, got=got, where=place, fix=fix)
+    return KINDS[sorted(KINDS)[code - 1]](what, expected=expected, got=got, where=place, fix=fix)

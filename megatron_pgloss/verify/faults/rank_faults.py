@@ -181,7 +181,7 @@ RANK_FAULTS = (
         imitates="cp is undone in the loss and once more for the wrapper", shows=CP,
     ),
     Fault(
-        name="DDP factor dropped", target=f"{_FACTORS}:_grad_buffers", make=_unscaled_buffers,
+        name="DDP factor dropped", target=f"{_FACTORS}:grad_buffers", make=_unscaled_buffers,
         imitates="the wrapper's 1/(dp cp) is not undone", shows=SUMMED & ~PER_TOKEN & (EXPERTS | ~AVERAGING),
     ),
     Fault(
