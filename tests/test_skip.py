@@ -84,7 +84,7 @@ def skipped(rows: list[Any]) -> dict[str, Any]:
     counter = Counter()
     chunks[0].module.counter = counter
     chunks[0].module.decoder.layers[0].register_forward_hook(counter.forward)
-    step = pgm.PolicyLossStep(ON_POLICY, chunks, split=job.split, on_nonfinite="skip")
+    step = pgm.PolicyLossStep(ON_POLICY, chunks, split=job.split, on_nonfinite="skip", allow_routed_padding=True)
     batches = jobs.batches_of(job, where, ON_POLICY, rows)
     jobs.run_schedule(_begun(step, batches), chunks)  # counts are not those of a fresh model
     step.close()

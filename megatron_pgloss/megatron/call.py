@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_pgloss.errors import DataError, PGLossError, UnsupportedError
-from megatron_pgloss.megatron import mtp
+from megatron_pgloss.megatron import mtp, padding
 from megatron_pgloss.megatron.conditions import Setup, in_chain
 from megatron_pgloss.planning import MicroBatch
 
@@ -108,10 +108,10 @@ def packing(micro: MicroBatch) -> PackedSeqParams | None:
     )  # fmt: skip
 
 
-def inputs(micro: MicroBatch, model: Any, bare: Any, config: Any, *, strict: bool) -> Inputs:
-    """Keywords of the model's ``forward`` on ``micro``: of tokens, positions, packed boundaries and MTP's loss mask
-    those that it names; all of them where it takes any keyword. ``fp32_output=False`` where a Float16Module would
-    upcast the logits: twice the memory, and more traffic than the whole loss.
+def inputs(micro: MicroBatch, model: Any, bare: Any, config: Any, *, strict: bool, masked: bool = False) -> Inputs:
+    """Keywords of the model's ``forward`` on ``micro``: of tokens, positions, packed boundaries, the padding mask of a
+    router and MTP's loss mask those that it names; all of them where it takes any keyword. ``fp32_output=False`` where
+    a Float16Module would upcast the logits: twice the memory, and more traffic than the whole loss.
 
     Args:
         micro: this rank's shard.
@@ -119,6 +119,7 @@ def inputs(micro: MicroBatch, model: Any, bare: Any, config: Any, *, strict: boo
         bare: the same, unwrapped.
         config: its TransformerConfig.
         strict: refuse a ``forward`` that does not name what it needs.
+        masked: hand over ``padding_mask``, in training.
 
     Raises:
         UnsupportedError: with ``strict``.
@@ -134,7 +135,9 @@ def inputs(micro: MicroBatch, model: Any, bare: Any, config: Any, *, strict: boo
         offered[_PACKED] = packing(micro)
     if mtp.active(config):
         offered["loss_mask"] = mtp.loss_mask(micro)
-    takes = _taken(bare)
+    if masked and bare.training and (hidden := padding.mask(micro)) is not None:
+        offered["padding_mask"] = hidden
+    takes = taken(bare)
     found = {name: value for name, value in offered.items() if takes(name)}
     if in_chain(model, "Float16Module"):
         found["fp32_output"] = False
@@ -146,7 +149,7 @@ def not_taken(bare: Any, config: Any, *, packed: bool) -> str:
     needed = ["input_ids"]  # by all stages, so that all are refused alike
     needed += [_PACKED] if packed else []
     needed += ["loss_mask"] if mtp.active(config) else []
-    takes = _taken(bare)
+    takes = taken(bare)
     return ", ".join(name for name in needed if not takes(name))
 
 
@@ -160,7 +163,7 @@ def _signature(bare: Any) -> inspect.Signature:
     return inspect.signature(bare.forward)
 
 
-def _taken(bare: Any) -> Callable[[str], bool]:
+def taken(bare: Any) -> Callable[[str], bool]:
     """Whether ``bare.forward`` takes a keyword."""
     parameters = _signature(bare).parameters
     kinds = {one.kind for one in parameters.values()}

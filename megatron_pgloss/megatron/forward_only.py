@@ -17,6 +17,9 @@ from megatron_pgloss.planning import MicroBatch, Plan, agreement
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.scoring import decided, gather_tokens, into_batches
 
+SCORED = ("old", "ref", "rollout", "values")
+"""Streams that a scoring pass sets."""
+
 
 def score(
     runtime: Runtime, made: Plan, batches: Sequence[TokenBatch], chunks: list[Any], into: str

@@ -64,6 +64,8 @@ class Runtime:
             raise SpecError("forward= is not a function", expected="FN(model, micro, inputs) -> output", got=forward)
         self.spec, self.split = spec, split
         self._forward, self.on_nonfinite = forward, on_nonfinite
+        self.masked = False
+        """Whether the step that is open hands ``padding_mask`` over."""
         # What steps of several ranks must have in common, beside what a plan compares anyway.
         self._agreed = repr((head, head_memory, reuse_logits, forward is not None, on_nonfinite))
         self.layout = Layout.read(pg_collection)
@@ -144,22 +146,31 @@ class Runtime:
         states with a fused head; a critic's values ``[b, s, 1]``, or both. ``more``: keywords over the step's own.
         """
         bare, run = unwrap_model(model), self._forward or call.plain
-        given = call.inputs(micro, model, bare, get_model_config(model), strict=self._forward is None)
+        given = self._inputs(micro, model, strict=self._forward is None)
         with self.head.attached(bare) as own:
             given.update(own)
             given.update(more)
             return run(model, micro, given)
 
+    def takes(self, name: str) -> bool:
+        """Whether the ``forward`` of every chunk takes a keyword."""
+        return all(call.taken(unwrap_model(chunk))(name) for chunk in self.chunks)
+
     def inputs(self, micro: MicroBatch, model: Any) -> Inputs:
-        """Keywords for a call of ``model`` on ``micro`` in a forward step of your own: tokens, positions, boundaries of
-        packed rows, MTP's loss mask, of those that its ``forward`` names; ``fp32_output=False`` for a Float16Module.
+        """Keywords for a call of ``model`` on ``micro`` in a forward step of your own: of tokens, positions, boundaries
+        of packed rows, the padding mask of a router and MTP's loss mask those that its ``forward`` names;
+        ``fp32_output=False`` for a Float16Module.
 
         A fused head does not come with them: with one run the model by `run_model`, or by ``forward=``.
 
         Raises:
             UnsupportedError: the model needs one that its ``forward`` does not take.
         """
-        return call.inputs(micro, model, unwrap_model(model), get_model_config(model), strict=True)
+        return self._inputs(micro, model, strict=True)
+
+    def _inputs(self, micro: MicroBatch, model: Any, *, strict: bool) -> Inputs:
+        config = get_model_config(model)
+        return call.inputs(micro, model, unwrap_model(model), config, strict=strict, masked=self.masked)
 
     @property
     def may_miss_boundaries(self) -> bool:

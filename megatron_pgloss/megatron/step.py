@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_pgloss.errors import DataError, LayoutError, PGLossError, SpecError
-from megatron_pgloss.megatron import counting, factors, finish, forward_only, gradients, mtp, outputs
+from megatron_pgloss.errors import DataError, PGLossError, SpecError
+from megatron_pgloss.megatron import counting, factors, finish, forward_only, gradients, mtp, outputs, padding
 from megatron_pgloss.megatron.call import Boundaries, Forward, Shard
 from megatron_pgloss.megatron.head import HeadMode
 from megatron_pgloss.megatron.reference import Reference, needed
@@ -22,9 +22,6 @@ from megatron_pgloss.objective.measure import names
 from megatron_pgloss.planning import MicroBatch, Plan, Split
 from megatron_pgloss.rollouts import TokenBatch, broken
 from megatron_pgloss.spec import LossSpec
-
-SCORED = ("old", "ref", "rollout", "values")
-"""Streams that `PolicyLossStep.score` sets."""
 
 
 class PolicyLossStep(Runtime):
@@ -38,11 +35,12 @@ class PolicyLossStep(Runtime):
         on_nonfinite: what `finish` does where the loss or a gradient is not finite: ``raise`` on every rank; ``skip``:
             zero the gradients and set ``should_step`` to False; ``report`` in the metrics alone.
         allow_empty_microbatches: accept empty micro-batches although MoE auxiliary losses average over them.
+        allow_routed_padding: let routers count padding (`megatron_pgloss.megatron.padding`).
         reuse_logits: write the logits' gradient into their own storage.
         vocab_size: the tokenizer's. Columns from here on are padding (their number depends on tensor parallelism), no
             part of the softmax; None: every column of the model is a token, as in Megatron's own cross entropy.
-        head: ``given``: log-probs from the model's logits. Else from its hidden states and the head's weight:
-            ``keep``, ``recompute``, ``forward``, ``auto`` (`megatron_pgloss.megatron.head.FusedHead`).
+        head: ``given``: the model's logits. Else hidden states and the head's weight: ``keep``, ``recompute``,
+            ``forward``, ``auto`` (`megatron_pgloss.megatron.head.FusedHead`).
         head_memory: bytes that ``auto`` may spend on kept logits.
         reference: the frozen model of an exact KL, laid out as ``model`` (`megatron_pgloss.megatron.reference`).
         forward: ``FN(model, micro, inputs) -> output``, how the model is run on a micro-batch, in training, scoring,
@@ -64,6 +62,7 @@ class PolicyLossStep(Runtime):
         pg_collection: Any = None,
         on_nonfinite: Literal["raise", "skip", "report"] = "raise",
         allow_empty_microbatches: bool = False,
+        allow_routed_padding: bool = False,
         reuse_logits: bool = True,
         vocab_size: int | None = None,
         head: HeadMode = "given",
@@ -78,7 +77,7 @@ class PolicyLossStep(Runtime):
             head_memory=head_memory, reuse_logits=reuse_logits, forward=forward, on_nonfinite=on_nonfinite,
         )  # fmt: skip
         self.reference = None if reference is None else Reference(self, reference)
-        self._allow_empty = allow_empty_microbatches
+        self._allow_empty, self._allow_padding = allow_empty_microbatches, allow_routed_padding
         self._plan: Plan | None = None
         self._boundaries = Boundaries()
         self._state: ModuleState | None = None  # what a skip puts back
@@ -114,16 +113,11 @@ class PolicyLossStep(Runtime):
             self.look_again()
         except PGLossError as error:
             batches = [broken(error)]  # the plan raises it on every rank: it may show on one stage alone
-        options = self._allow_empty, self.reference is not None
+        options = self._allow_empty, self._allow_padding, self.reference is not None
         made = self.make_plan(batches, self.spec, agreed=options, coef=coef, version=version)
-        empty = made.job["empty_microbatches"]
-        if empty and counting.has_moe_losses(self.config) and not self._allow_empty:
-            raise LayoutError(
-                "a micro-batch would be empty, and MoE auxiliary losses average over it",
-                expected="no empty micro-batch",
-                got=f"{empty} of {made.num_microbatches * made.ranks.data_size}",
-                fix="fewer micro-batches (a larger Split), more rows, or allow_empty_microbatches=True",
-            )
+        if not self._allow_empty:
+            counting.refuse_empty(made, self.config)
+        self.masked = self.masks_padding(made)
         if made.needs_statistics_pass:
             made = forward_only.statistics_pass(self, made)
         if self.per_token:
@@ -151,15 +145,21 @@ class PolicyLossStep(Runtime):
         if self.reference is not None:
             self.reference.close()
 
+    def masks_padding(self, made: Plan) -> bool:
+        """Whether a step of ``made`` hands the model ``padding_mask``; refused where padding would be routed."""
+        takes = self.takes("padding_mask")
+        return padding.masked(self.config, self.layout, made, takes_mask=takes, allowed=self._allow_padding)
+
     @property
     def _padding_counts(self) -> bool:
-        return counting.all_positions(self.config, fixed=self.arrangement.fixed)
+        return not self.masked and counting.all_positions(self.config, fixed=self.arrangement.fixed)
 
     @property
     def plan(self) -> Plan:
         """The plan of the step that `begin` opened."""
         if self._plan is None:
-            raise DataError("no step is open", fix="call step.begin(batches) first")
+            fix = "read it between begin and finish, or keep what step.begin(batches) returns: plan.num_microbatches"
+            raise DataError("no step is open", fix=fix)
         return self._plan
 
     @property
@@ -242,8 +242,8 @@ class PolicyLossStep(Runtime):
 
         Returns: the batches with whole rows scored, on every rank.
         """
-        if into not in SCORED:
-            error = DataError(f"score(into={into!r})", expected=" | ".join(SCORED))
+        if into not in forward_only.SCORED:
+            error = DataError(f"score(into={into!r})", expected=" | ".join(forward_only.SCORED))
             batches = [broken(error)]  # raised by the plan, on every rank
         made = self.make_plan(batches, None, agreed=into)
         chunks = self.chunks if model is None else as_chunks(model)
@@ -264,8 +264,7 @@ class PolicyLossStep(Runtime):
         """
         made = self.plan
         self._mtp.close()
-        # Read from the plan: the streams it carries are agreed, so all ranks expect the same vector.
-        streams = frozenset(made.table)
+        streams = frozenset(made.table)  # agreed, so all ranks expect the same vector
         wanted = [
             name for part in self.spec.components for name in names(part, self.spec, streams, self.spec.needs_entropy)
         ]

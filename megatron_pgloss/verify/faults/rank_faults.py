@@ -40,7 +40,13 @@ def _cp_twice(right: Any, at: Place) -> Any:
 
 
 def _unscaled_buffers(right: Any, at: Place) -> Any:
-    return lambda chunk: [(SimpleNamespace(gradient_scaling_factor=1.0), expert) for _, expert in right(chunk)]
+    def wrong(chunk: Any) -> Any:
+        return [
+            (SimpleNamespace(gradient_scaling_factor=1.0, grad_data=buffer.grad_data), expert)
+            for buffer, expert in right(chunk)
+        ]
+
+    return wrong
 
 
 def _not_divided(right: Any, at: Place) -> Any:
