@@ -40,6 +40,7 @@ HUGE = {"weights": 1e38, "advantages": 1e5}
 OVERFLOWS: dict[str, tuple[dict[str, float], dict[str, float]]] = {
     "weights 1e38 x advantages 1e5": (HUGE, {}),
     "coef 1e39 x advantages 1e3": ({"advantages": 1e3}, {"rl": 1e39}),
+    "coef 1e308 x advantages 1e9": ({"advantages": 1e9}, {"rl": 1e308}),
     "advantages 1e308": ({"advantages": 1e308}, {}),
 }
 """Streams that every token gets, and coefficients of the step: finite log-probs, and a product that is not."""
@@ -231,7 +232,8 @@ def test_a_product_that_overflows_stops_the_step(name: str, found: Any) -> None:
         assert seen["begin"][0] == "DataError"
         return
     assert seen["error"][0] == "NonFiniteError"
-    assert "overflow" in seen["error"][1]
+    what = "the loss is not finite" if "1e308 x" in name else "the gradients are not finite"
+    assert what in seen["error"][1] and "overflow" in seen["error"][1]
 
 
 @pytest.mark.multiproc

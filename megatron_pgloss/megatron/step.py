@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError, PGLossError, SpecError
-from megatron_pgloss.megatron import counting, factors, finish, forward_only, gradients, mtp, outputs, padding
+from megatron_pgloss.megatron import counting, factors, finish, forward_only, gradients, mtp, padding
 from megatron_pgloss.megatron.call import Boundaries, Forward, Shard
 from megatron_pgloss.megatron.head import HeadMode
-from megatron_pgloss.megatron.reference import Reference, needed
+from megatron_pgloss.megatron.micro_loss import micro_loss
+from megatron_pgloss.megatron.reference import Reference
 from megatron_pgloss.megatron.runtime import Runtime, as_chunks
 from megatron_pgloss.megatron.state import ModuleState
-from megatron_pgloss.objective import LossOutput, policy_loss
+from megatron_pgloss.megatron.watch import Watch, watched
 from megatron_pgloss.objective.measure import names
 from megatron_pgloss.planning import MicroBatch, Plan, Split
 from megatron_pgloss.rollouts import TokenBatch, broken
@@ -46,6 +47,7 @@ class PolicyLossStep(Runtime):
         forward: ``FN(model, micro, inputs) -> output``, how the model is run on a micro-batch, in training, scoring,
             the statistics pass and evaluation; for models whose ``forward`` has another signature. ``inputs``: what the
             step would hand over (`inputs`), the fused head's keyword with it. None: ``model(**inputs)``.
+        patience: seconds in one phase after which a rank logs for whom it waits (`megatron_pgloss.megatron.watch`).
 
     Raises:
         UnsupportedError, SpecError: a refused mode (`megatron_pgloss.megatron.modes`), or factors that cannot be
@@ -69,6 +71,7 @@ class PolicyLossStep(Runtime):
         head_memory: int = 2**31,
         reference: Any = None,
         forward: Forward | None = None,
+        patience: float = 120.0,
     ) -> None:
         if on_nonfinite not in ("raise", "skip", "report"):
             raise SpecError(f"on_nonfinite={on_nonfinite!r}", expected="'raise', 'skip' or 'report'")
@@ -83,11 +86,13 @@ class PolicyLossStep(Runtime):
         self._state: ModuleState | None = None  # what a skip puts back
         self._counted: int  # Megatron's token count of the step that is open, in per-token mode
         self._mtp = mtp.Weight()
+        self.watch = Watch(self.layout.ranks.world_rank, self.layout.ranks.world_size, patience)
         self.should_step = True
         """Whether the optimizer should step, after `finish`: False after a skipped step, or where no gradient is."""
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
+    @watched("begin", then="schedule")
     def begin(
         self, batches: Sequence[TokenBatch], *, coef: Mapping[str, float] | None = None, version: int | None = None
     ) -> Plan:
@@ -193,7 +198,8 @@ class PolicyLossStep(Runtime):
     ) -> tuple[Any, Callable[..., Any]]:
         """Megatron's ``forward_step_func``: run the model on the next micro-batch and hand over its loss function."""
         micro = next(data_iterator)
-        return self.run_model(micro, model), self.loss_func(micro)
+        with self.watch.during("forward", micro.number, then="schedule"):
+            return self.run_model(micro, model), self.loss_func(micro)
 
     def loss_func(self, micro: MicroBatch, *, ref_logits: Tensor | None = None) -> Callable[..., Any]:
         """Megatron's ``loss_func`` for one micro-batch, in the return form of the config's mode.
@@ -204,7 +210,8 @@ class PolicyLossStep(Runtime):
         made = self.plan
 
         def loss(output: Any, non_loss_data: bool = False) -> Any:
-            out = self._loss_of(micro, output, ref_logits)
+            with self.watch.during("loss", micro.number, then="schedule"):
+                out = micro_loss(self, self.reference, micro, output, ref_logits)
             report = {name: metric.pack() for name, metric in out.metrics.items()}
             if non_loss_data:
                 return report
@@ -218,18 +225,9 @@ class PolicyLossStep(Runtime):
 
         return loss
 
-    def _loss_of(self, micro: MicroBatch, output: Any, ref_logits: Tensor | None) -> LossOutput:
-        """The planned loss of ``micro`` from the model's output, by what the spec reads."""
-        spec, lp, value = self.spec, None, None
-        if beside := outputs.reads_logprobs(spec):
-            ref = needed(ref_logits, self.reference, micro) if spec.needs_exact_kl else None
-            lp = self.logprobs(micro, output, entropy=spec.needs_entropy, ref_logits=ref)
-        if outputs.reads_value(spec):
-            value = outputs.values(micro, output, beside=beside)
-        return policy_loss(lp, micro, value=value)
-
     # ---- forward-only passes and the end of the step --------------------------------------------------------------
 
+    @watched("score", then="idle")
     def score(
         self, batches: Sequence[TokenBatch], model: Any = None, *, into: Literal["old", "ref", "rollout", "values"]
     ) -> list[TokenBatch]:
@@ -249,6 +247,7 @@ class PolicyLossStep(Runtime):
         chunks = self.chunks if model is None else as_chunks(model)
         return forward_only.score(self, made, batches, chunks, into)
 
+    @watched("finish", then="idle")
     def finish(self, losses: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         """Close the step: one gather over the world. Every rank calls it, before the optimizer steps.
 
