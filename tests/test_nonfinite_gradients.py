@@ -110,6 +110,33 @@ def spoiled(job: Job, options: dict[str, Any], rows: list[Any], rank: int, cases
     return found
 
 
+def unwrapped(rows: list[Any]) -> dict[str, Any]:
+    """A model without Megatron's wrapper, whose gradients are ``param.grad``."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    job = Job(tp=2, model=TINY)
+    chunks, where = jobs.build(job, wrap=False)
+    (model,) = chunks
+    model.config.finalize_model_grads_func = lambda *args, **more: None
+    step = pgm.PolicyLossStep(SPEC, model, split=job.split)
+    found = {}
+    for name, value in {"clean": 1.0, "raise": float("nan"), "skip": float("inf")}.items():
+        step.on_nonfinite = "skip" if name == "skip" else "raise"
+        step.begin(jobs.batches_of(job, where, SPEC, rows))
+        model.zero_grad()
+        losses = get_forward_backward_func()(
+            forward_step_func=step.forward_step, data_iterator=step.data_iterator(), model=model,
+            num_microbatches=step.num_microbatches, seq_length=step.seq_length, forward_only=False,
+            micro_batch_size=step.micro_batch_size,
+        )  # fmt: skip
+        model.decoder.final_layernorm.weight.grad[0] *= value
+        found[name] = outcome(lambda losses=losses: step.finish(losses))[0], step.should_step
+    grads = [parameter.grad for parameter in model.parameters()]
+    found["zero"] = not any(bool(grad.any()) for grad in grads if grad is not None)
+    layouts.leave(chunks)
+    return found
+
+
 def one_expert(rows: list[Any], rank: int) -> dict[str, Any]:
     """A gradient that only the second rank holds: an expert's, with expert parallelism over both."""
     job = Job(ep=2, model=EXPERTS)
@@ -180,6 +207,7 @@ def tour(rank: int, world: int) -> dict[str, Any]:
         found[name] = spoiled(job, options, rows, rank, [*places, *([("padding", "skip")] if name in TWICE else [])])
     return found | {
         "expert": one_expert(rows, rank), "overflow": overflown(rows), "silent": silent(rows), "half": half(rows),
+        "unwrapped": unwrapped(rows),
     }  # fmt: skip
 
 
@@ -250,3 +278,12 @@ def test_fp16_gradients_that_overflow_are_left_to_the_loss_scaler(found: Any) ->
     seen = alike(found, lambda seen: seen["half"])
     assert (seen["error"], seen["should_step"]) == (("fine", ""), True)
     assert seen["faults"] == 2
+
+
+@pytest.mark.multiproc
+def test_gradients_of_a_model_without_a_wrapper_are_looked_at_and_zeroed(found: Any) -> None:
+    seen = alike(found, lambda seen: seen["unwrapped"])
+    assert seen["clean"] == ("fine", True)
+    assert seen["raise"][0] == "NonFiniteError"
+    assert seen["skip"] == ("fine", False)
+    assert seen["zero"]

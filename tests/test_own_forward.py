@@ -5,6 +5,7 @@ One world of four processes: tensor, pipeline and context parallelism with packe
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from jobs import Job
 
 import megatron_pgloss as pg
 from megatron_pgloss import megatron as pgm
+from megatron_pgloss.verify.layouts.models import build_gpt
 from megatron_pgloss.verify.layouts.reshard import full_gradients
 from support.worlds import world_fixture
 
@@ -42,10 +44,10 @@ def renamed(chunks: list[Any]) -> None:
             assert image == "seen"
             return super().forward(tokens, places, None, packed_seq_params=packing, **more)
 
-        forward.__signature__ = __import__("inspect").signature(  # type: ignore[attr-defined]
-            lambda self, tokens, places, *, packing=None, image, output_processor=None: None
-        )
-
+    # From 0.18 on a fused head attaches by a keyword; before, it needs none.
+    own = inspect.signature(lambda self, tokens, places, *, packing=None, image: None)
+    head = [one for name, one in inspect.signature(GPTModel.forward).parameters.items() if "processor" in name]
+    Renamed.forward.__signature__ = own.replace(parameters=[*own.parameters.values(), *head])  # type: ignore[attr-defined]
     for chunk in chunks:
         chunk.module.__class__ = Renamed
 
@@ -139,10 +141,32 @@ def once_unread(rows: list[Any], rank: int) -> tuple[str, str]:
     return found
 
 
+def read_by_a_reference_alone(rows: list[Any]) -> tuple[str, str]:
+    """The step runs the reference by itself, on the same micro-batch: that does not stand for the policy."""
+    job = JOBS["cp2 tp2 packed"]
+    chunks, where = jobs.build(job)
+    reference = build_gpt(vocab_size=jobs.VOCAB, seq_length=64, wrap=False, **TINY)
+    spec = pg.LossSpec(components=[pg.PolicyGradient(), pg.KL(estimator="exact", to="ref", coef=0.1)])
+    step = pgm.PolicyLossStep(spec, chunks, split=job.split, reference=reference)
+
+    def forward_step(data_iterator: Any, model: Any, *_: Any) -> Any:
+        micro = next(data_iterator)
+        return model(micro.input_ids, micro.position_ids, None), step.loss_func(micro)
+
+    step.begin(jobs.batches_of(job, where, spec, rows))
+    losses = jobs.run_schedule(step, chunks, forward_step_func=forward_step)
+    found = outcome(lambda: step.finish(losses))[:2]
+    reference.clear()
+    layouts.leave(chunks)
+    return found
+
+
 def tour(rank: int, world: int) -> dict[str, Any]:
     layouts.quiet()
     rows = jobs.rows_of_step(0, max_length=13)
-    return {name: visit(job, rows) for name, job in JOBS.items()} | {"once": once_unread(rows, rank)}
+    return {name: visit(job, rows) for name, job in JOBS.items()} | {
+        "once": once_unread(rows, rank), "reference": read_by_a_reference_alone(rows),
+    }  # fmt: skip
 
 
 found = world_fixture(tour, 4)
@@ -191,3 +215,10 @@ def test_one_stage_without_a_loss_is_enough(found: Any) -> None:
     ((kind, text),) = {by_rank["once"] for by_rank in found}
     assert kind == "DataError"
     assert "at rank 0, micro-batch 1, chunk 1" in text
+
+
+@pytest.mark.multiproc
+def test_what_the_reference_reads_the_policy_has_not_read(found: Any) -> None:
+    ((kind, text),) = {by_rank["reference"] for by_rank in found}
+    assert kind == "DataError"
+    assert "a packed micro-batch was run without its boundaries" in text

@@ -1,6 +1,6 @@
 """A rank that fails, stops or is late is named by its peers, within the timeout of the groups that they wait in.
 
-One world of two processes, which makes its process groups anew for each case, Megatron's with the same timeout of 8 s.
+One world of two processes, which makes its process groups anew for each case, all with a timeout of 8 s.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def visit(case: Case, folder: Path, rank: int, rows: list[Any]) -> dict[str, Any
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
     job = case.job
-    where = init_parallel(tp=job.tp, pp=job.pp, cp=job.cp, distributed_timeout_minutes=LIMIT / 60)
+    where = init_parallel(tp=job.tp, pp=job.pp, cp=job.cp)
     chunks = build_gpt(vocab_size=jobs.VOCAB, seq_length=64, **TINY)
     error: BaseException | None = None
     step = step_of(case, chunks, folder, rank)

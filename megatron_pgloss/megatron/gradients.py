@@ -25,6 +25,15 @@ def largest(chunks: Sequence[Any], device: torch.device) -> Tensor:
     return extremes.abs().amax()  # keeps NaN, as aminmax does
 
 
+def zero(chunks: Sequence[Any]) -> None:
+    """Set every gradient to zero, as a trainer does before a step."""
+    for chunk in chunks:
+        if grad_buffers(chunk):
+            chunk.zero_grad_buffer()
+        else:
+            chunk.zero_grad(set_to_none=False)
+
+
 def loss_scaler_decides(config: Any) -> bool:
     """Whether Megatron's loss scaler looks at the gradients itself: with fp16 its own skip of a step that overflowed,
     on every rank, is how it finds its scale.

@@ -291,8 +291,7 @@ class PolicyLossStep(Runtime):
             raise error
         if results["skipped"]:
             self.should_step = False
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
+            gradients.zero(self.chunks)
             if state is not None:
                 state.restore()
         return results

@@ -30,6 +30,8 @@ _ORDER = ("idle", "score", "begin", "statistics pass", "forward", "loss", "sched
 """Phases in the order in which a step goes through them; ``schedule``: between two calls of ours, backward too."""
 _PAUSE = 1.0
 """Seconds between two writes, at least."""
+_SILENT = 3
+"""Signs of life that a rank misses before it is called silent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +120,7 @@ class Watch:
             return
         error._pgloss_told = True  # type: ignore[attr-defined]
         if collective(error):
-            time.sleep(min(_PAUSE, self.patience))  # the rank that is to blame may be about to say so
-            text = f"rank {self.rank}: a collective failed {self._state}: {self.behind()}"
+            text = f"rank {self.rank}: a collective failed {self._state}: {self._blamed()}"
             error.add_note(text)
             _LOG.error(text)
             return
@@ -131,6 +132,17 @@ class Watch:
                 self._store.compare_set(f"{self._key}/failed/{self._state.step}", "", text)  # the first one counts
             except RuntimeError as gone:
                 _LOG.error("the job's store is gone, the other ranks cannot be told: %s", gone)
+
+    def _blamed(self) -> str:
+        """`behind`, once a rank has said that it failed or has been silent for long enough; soon at the latest."""
+        late = time.monotonic() + _SILENT * self._beat + 2 * _PAUSE
+        text = self.behind()
+        while "is behind" in text or "no rank" in text:
+            if time.monotonic() > late:
+                break
+            time.sleep(self._beat / 4)
+            text = self.behind()
+        return text
 
     # ---- the others -----------------------------------------------------------------------------------------------
 
@@ -145,7 +157,7 @@ class Watch:
         except RuntimeError as error:
             return f"the job's store is gone, so the process that held it (rank 0, mostly) has ended: {error}"
         now = time.time()
-        silent = [rank for rank, one in states.items() if one is not None and now - one.alive > 3 * self._beat]
+        silent = [rank for rank, one in states.items() if one is not None and now - one.alive > _SILENT * self._beat]
         if silent:
             one = states[silent[0]]
             assert one is not None
