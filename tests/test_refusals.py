@@ -112,15 +112,43 @@ def output_layer(**values: Any) -> Callable[[Chunks], Chunks]:
     return change
 
 
+def other_names(chunks: Chunks) -> Chunks:
+    """A model that calls its tokens something else."""
+    chunks[0].module.forward = lambda tokens, position_ids, attention_mask: None
+    return chunks
+
+
 def headed(head: str, *components: Any, **parts: Any) -> dict[str, Any]:
     """Keywords of a step with a head, and a spec of its own."""
     components = components or (pg.PolicyGradient(),)
     return {"head": head, "spec": pg.LossSpec(components=list(components), **parts)}
 
 
+def changed_layer(what: str) -> Callable[[Chunks], Chunks]:
+    """An output layer that computes something else than its class says, as patches for float32 heads do."""
+
+    def change(chunks: Chunks) -> Chunks:
+        layer = chunks[0].module.output_layer
+        if what == "hook":
+            layer.register_forward_hook(lambda module, args, output: None)
+        else:
+            ours = getattr(layer, what)
+            setattr(layer, what, lambda *args, **more: ours(*args, **more))
+        return chunks
+
+    return change
+
+
+def dynamic(chunks: Chunks) -> Chunks:
+    """The field of a development version, in which the installed config has no field of that name."""
+    config_of(chunks).dynamic_context_parallel = True
+    return chunks
+
+
 KEPT = pg.KeptSet(source="recomputed", outside="drop")
 CRITIC: dict[str, Any] = {"spec": pg.presets.critic()}
 REFUSED: dict[str, tuple[Any, ...]] = {
+    "a model whose forward does not take what the step hands over": (Job(), other_names, {}, "input_ids"),
     "a fused head with kept sets": (Job(), as_it_is, headed("auto", kept=KEPT)),
     "a fused head with a teacher's ids": (Job(), as_it_is, headed("keep", pg.TopKDistill()), "teacher_ids"),
     "a fused head with an exact KL": (Job(), as_it_is, headed("auto", pg.KL(estimator="exact", to="ref"))),
@@ -131,6 +159,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         Job(), output_layer(kind="TEColumnParallelLinear"), {"head": "auto"}, "TEColumnParallelLinear",
     ),
     "a fused head on an output layer with a bias": (Job(), output_layer(), {"head": "auto"}),
+    "a fused head on an output layer whose forward was replaced": (Job(), changed_layer("forward"), {"head": "keep"}),
+    "a fused head on an output layer whose GEMM was replaced": (
+        Job(), changed_layer("_forward_impl"), {"head": "keep"},
+    ),
+    "a fused head on an output layer with hooks": (Job(), changed_layer("hook"), {"head": "keep"}, "forward hooks"),
     "a fused head with defer_embedding_wgrad_compute": (
         Job(), setting(defer_embedding_wgrad_compute=True), {"head": "auto"},
     ),
@@ -142,10 +175,14 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "pipeline size 2 with virtual pipelining and batch_p2p_comm": (Job(pp=2, vpp=2), setting(batch_p2p_comm=True)),
     "gathered logits": (Job(tp=2), gather_output),
     "calculate_per_token_loss set differently in two configs": (Job(), two_configs),
+    "on_nonfinite='skip' with delayed FP8 scaling": (
+        Job(), setting(fp8="hybrid", fp8_recipe="delayed"), {"on_nonfinite": "skip"},
+    ),
     "full-iteration CUDA graphs": (Job(), whole_graph),
     "torch FSDP2": (Job(), wrapped_by("torch")),
     "Megatron-FSDP": (Job(), wrapped_by("megatron")),
     "hybrid context parallelism": (Job(cp=2), setting(hybrid_context_parallel=True)),
+    "dynamic context parallelism": (Job(cp=2), dynamic),
     "expert-parallel overlap (combined 1F1B)": (Job(), setting(overlap_moe_expert_parallel_comm=True)),
     "multi-token prediction before megatron-core 0.19": (Job(), old_prediction),
     "generalised tensor parallelism (gtp_remat)": (Job(), as_it_is),

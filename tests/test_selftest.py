@@ -222,7 +222,7 @@ def test_conditions_combine_in_words_and_in_truth() -> None:
 def test_the_self_test_takes_no_other_layouts_specs_or_precision(tmp_path: Path) -> None:
     from megatron_pgloss.verify.faults.self_test import self_test
 
-    given = dict(layouts=None, spec=[], precision=None, device="cpu", json=None)
+    given = dict(layouts=None, spec=[], precision=None, device="cpu", json=None, timeout=600)
     for wrong in (dict(layouts="all"), dict(spec=["dapo"]), dict(precision="bf16")):
         with pytest.raises(pg.SpecError, match="of its own"):
             self_test(argparse.Namespace(**(given | wrong)))

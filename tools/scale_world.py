@@ -216,10 +216,10 @@ def _finish(made: pg.Plan, place: Any, wire: Wire) -> float:
     out = pg.policy_loss(pg.TokenLogprobs(logprob=logp, entropy=torch.full_like(logp, 2.0)), micro)
     report = {name: metric.pack() for name, metric in out.metrics.items()}
     before, began = wire.seconds, time.process_time()
-    found, place_of_fault, _ = finish.collect([report] * made.num_microbatches, list(report), made, place)
+    found = finish.collect([report] * made.num_microbatches, list(report), made, place)
     seconds = time.process_time() - began - (wire.seconds - before)
-    if place_of_fault is not None or len(found) != len(report):
-        raise SystemExit(f"the end of the step found {place_of_fault}, {len(found)} of {len(report)} metrics")
+    if found.place is not None or len(found.metrics) != len(report):
+        raise SystemExit(f"the end of the step found {found.place}, {len(found.metrics)} of {len(report)} metrics")
     return seconds
 
 

@@ -94,7 +94,7 @@ def _te() -> Finding:
         return Finding("Transformer Engine", "absent", "Megatron-Core's local layers; no FP8 through TE")
     if importlib.util.find_spec("transformer_engine_torch") is None:
         return Finding("Transformer Engine", version, "its torch part is not installed", wrong=True)
-    return Finding("Transformer Engine", version, "its layers, and FP8 for the LM head")
+    return Finding("Transformer Engine", version, "its layers; the LM head stays in the model's own precision")
 
 
 def _apex() -> Finding:

@@ -31,6 +31,10 @@ def add(subparsers: Any) -> None:
     what.add_argument("--precision", choices=("float64", "float32", "bf16"), help="default float64; float32 on GPUs")
     what.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="gloo on CPU (default), or NCCL")
     what.add_argument("--self-test", action="store_true", help="break the product on purpose: every fault must be seen")
+    parser.add_argument(
+        "--timeout", type=_size, default=600, metavar="SECONDS",
+        help="of every collective, Megatron's groups too: how long ranks wait for one that stopped (default 600)",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there as well")
 
 

@@ -1,34 +1,173 @@
-"""What the model is called with on one micro-batch, beside tokens and positions."""
+"""What the model is called with on one micro-batch, and whether the boundaries of packed rows reached it."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_pgloss.megatron import mtp
-from megatron_pgloss.megatron.conditions import in_chain
+from megatron_pgloss.errors import DataError, PGLossError, UnsupportedError
+from megatron_pgloss.megatron import mtp, padding
+from megatron_pgloss.megatron.conditions import Setup, in_chain
 from megatron_pgloss.planning import MicroBatch
 
+_PACKED = "packed_seq_params"
+_FIX = "PolicyLossStep(forward=FN), where FN(model, micro, inputs) calls the model and returns its output"
 
-def keywords(micro: MicroBatch, model: Any, config: Any) -> dict[str, Any]:
-    """Keyword arguments of the model's ``forward``.
+Forward = Callable[[Any, MicroBatch, MutableMapping[str, Any]], Any]
+"""``FN(model, micro, inputs) -> output``: how a model is run on one micro-batch."""
+
+
+def plain(model: Any, micro: MicroBatch, inputs: MutableMapping[str, Any]) -> Any:
+    """The `Forward` of models whose ``forward`` names what the step hands over."""
+    return model(**inputs)
+
+
+@dataclass(slots=True)
+class Boundaries:
+    """Of which micro-batches the boundaries of packed rows were read, chunk by chunk."""
+
+    read: set[tuple[int, int]] = field(default_factory=set)
+    """(chunk, micro-batch)."""
+
+    def unread(self, chunks: int, microbatches: int) -> PGLossError | None:
+        """The error for the first micro-batch whose boundaries no model of this rank was given, or None."""
+        for number in range(microbatches):
+            for chunk in range(chunks):
+                if (chunk, number) not in self.read:
+                    return DataError(
+                        "a packed micro-batch was run without its boundaries: its rows attended to each other",
+                        expected="packed_seq_params given to the model in every micro-batch",
+                        where=f"micro-batch {number}" + (f", chunk {chunk}" if chunks > 1 else ""),
+                        fix="call the model with **step.inputs(micro, model), or hand over micro.packed_seq_params; "
+                        "PolicyLossStep(forward=FN) does it in scoring too",
+                    )
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Shard(MicroBatch):
+    """A rank's shard of a micro-batch, as one chunk of its model gets it."""
+
+    chunk: int = 0
+    """Number among the rank's chunks."""
+    boundaries: Boundaries = field(default_factory=Boundaries, repr=False)
+    """Takes note when those of packed rows are read."""
+
+    @staticmethod
+    def of(micro: MicroBatch, chunk: int, boundaries: Boundaries) -> Shard:
+        """``micro`` for chunk ``chunk``."""
+        given = {part.name: getattr(micro, part.name) for part in fields(MicroBatch)}
+        return Shard(**given, chunk=chunk, boundaries=boundaries)
+
+    @property
+    def packed_seq_params(self) -> PackedSeqParams | None:
+        """Megatron's boundaries of packed rows; None for padded ones."""
+        self.boundaries.read.add((self.chunk, self.number))
+        return packing(self)
+
+
+class Inputs(MutableMapping[str, Any]):
+    """Keywords of a model's ``forward``: a dictionary that notes when the boundaries of packed rows are read."""
+
+    def __init__(self, given: Mapping[str, Any], micro: MicroBatch) -> None:
+        self._given, self._micro = dict(given), micro
+
+    def __getitem__(self, name: str) -> Any:
+        if name == _PACKED and isinstance(self._micro, Shard):
+            self._micro.boundaries.read.add((self._micro.chunk, self._micro.number))
+        return self._given[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._given[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._given[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def __repr__(self) -> str:
+        return f"Inputs({', '.join(self._given)})"
+
+
+def packing(micro: MicroBatch) -> PackedSeqParams | None:
+    """Megatron's boundaries of packed rows; None for padded ones."""
+    if micro.cu_seqlens is None:
+        return None
+    cu = micro.cu_seqlens.to(micro.device, non_blocking=True)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=cu, cu_seqlens_kv_padded=cu,
+        max_seqlen_q=micro.max_seqlen, max_seqlen_kv=micro.max_seqlen,
+    )  # fmt: skip
+
+
+def inputs(micro: MicroBatch, model: Any, bare: Any, config: Any, *, strict: bool, masked: bool = False) -> Inputs:
+    """Keywords of the model's ``forward`` on ``micro``: of tokens, positions, packed boundaries, the padding mask of a
+    router and MTP's loss mask those that it names; all of them where it takes any keyword. ``fp32_output=False`` where
+    a Float16Module would upcast the logits: twice the memory, and more traffic than the whole loss.
 
     Args:
         micro: this rank's shard.
         model: the chunk as the schedule hands it over, wrapped.
+        bare: the same, unwrapped.
         config: its TransformerConfig.
+        strict: refuse a ``forward`` that does not name what it needs.
+        masked: hand over ``padding_mask``, in training.
+
+    Raises:
+        UnsupportedError: with ``strict``.
     """
-    found: dict[str, Any] = {}
-    if micro.cu_seqlens is not None:
-        cu = micro.cu_seqlens.to(micro.device, non_blocking=True)
-        found["packed_seq_params"] = PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=cu, cu_seqlens_kv_padded=cu,
-            max_seqlen_q=micro.max_seqlen, max_seqlen_kv=micro.max_seqlen,
+    packed = micro.cu_seqlens is not None
+    if strict and (missing := not_taken(bare, config, packed=packed)):
+        raise UnsupportedError(
+            "the model's forward does not take what it needs", expected=f"keywords {missing}",
+            got=f"{type(bare).__name__}.forward{_signature(bare)}", fix=_FIX,
         )  # fmt: skip
+    offered: dict[str, Any] = {"input_ids": micro.input_ids, "position_ids": micro.position_ids, "attention_mask": None}
+    if packed:
+        offered[_PACKED] = packing(micro)
     if mtp.active(config):
-        found["loss_mask"] = mtp.loss_mask(micro)
+        offered["loss_mask"] = mtp.loss_mask(micro)
+    if masked and bare.training and (hidden := padding.mask(micro)) is not None:
+        offered["padding_mask"] = hidden
+    takes = taken(bare)
+    found = {name: value for name, value in offered.items() if takes(name)}
     if in_chain(model, "Float16Module"):
-        # It would upcast the logits: twice the memory, and more traffic than the whole loss.
         found["fp32_output"] = False
-    return found
+    return Inputs(found, micro)
+
+
+def not_taken(bare: Any, config: Any, *, packed: bool) -> str:
+    """Names of the keywords that the model needs and its ``forward`` does not take; the empty string for none."""
+    needed = ["input_ids"]  # by all stages, so that all are refused alike
+    needed += [_PACKED] if packed else []
+    needed += ["loss_mask"] if mtp.active(config) else []
+    takes = taken(bare)
+    return ", ".join(name for name in needed if not takes(name))
+
+
+def not_taken_by(setup: Setup) -> str:
+    """`not_taken` of the first chunk that lacks something."""
+    found = (not_taken(bare, setup.config, packed=setup.packed) for bare in setup.bare)
+    return next(filter(None, found), "")
+
+
+def _signature(bare: Any) -> inspect.Signature:
+    return inspect.signature(bare.forward)
+
+
+def taken(bare: Any) -> Callable[[str], bool]:
+    """Whether ``bare.forward`` takes a keyword."""
+    parameters = _signature(bare).parameters
+    kinds = {one.kind for one in parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return lambda name: True
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return lambda name: name in parameters and parameters[name].kind in by_name

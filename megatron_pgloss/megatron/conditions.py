@@ -24,6 +24,12 @@ class Setup:
     spec: LossSpec
     head: str
     """Name of the head: ``given`` for the model's logits, else a mode of the fused head."""
+    packed: bool = False
+    """Whether rows are packed."""
+    own_forward: bool = False
+    """Whether the user's function calls the model."""
+    skips: bool = False
+    """Whether a step that is not finite is skipped."""
 
     @property
     def fused(self) -> bool:
@@ -39,6 +45,12 @@ class Setup:
 def flag(name: str) -> Callable[[Setup], bool]:
     """Whether the config has field ``name``, and it is true."""
     return lambda setup: bool(getattr(setup.config, name, False))
+
+
+def delayed_scaling(setup: Setup) -> bool:
+    """Whether FP8 takes its scales from a history of steps."""
+    recipe = getattr(setup.config, "fp8_recipe", None)
+    return bool(getattr(setup.config, "fp8", None)) and str(getattr(recipe, "value", recipe)) == "delayed"
 
 
 def full_graph(setup: Setup) -> bool:
@@ -104,6 +116,24 @@ def other_layer(setup: Setup, layer: Any) -> str:
     """The type of an output layer that is no plain ColumnParallelLinear, else the empty string."""
     name = type(layer).__name__
     return "" if name == "ColumnParallelLinear" else name
+
+
+def replaced(name: str) -> Callable[[Setup, Any], bool]:
+    """Whether a layer runs another method ``name`` than Megatron's ColumnParallelLinear: set on the layer, or put in
+    its class's place.
+    """
+
+    def found(setup: Setup, layer: Any) -> bool:
+        code = getattr(getattr(type(layer), name, None), "__code__", None)
+        return name in vars(layer) or getattr(code, "co_qualname", "") != f"ColumnParallelLinear.{name}"
+
+    return found
+
+
+def hooked(setup: Setup, layer: Any) -> str:
+    """Which hooks of torch an output layer has, else the empty string."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return ", ".join(kind.strip("_").replace("_", " ") for kind in kinds if getattr(layer, kind, None))
 
 
 def tied(setup: Setup) -> bool:

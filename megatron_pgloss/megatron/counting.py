@@ -28,6 +28,21 @@ def has_moe_losses(config: Any) -> bool:
     return bool(max(aux) if isinstance(aux, list | tuple) else aux) or bool(config.moe_z_loss_coeff)
 
 
+def refuse_empty(made: Plan, config: Any) -> None:
+    """Refuse an empty micro-batch where MoE losses would average over it.
+
+    Raises:
+        LayoutError: on every rank alike.
+    """
+    if (empty := made.job["empty_microbatches"]) and has_moe_losses(config):
+        raise LayoutError(
+            "a micro-batch would be empty, and MoE auxiliary losses average over it",
+            expected="no empty micro-batch",
+            got=f"{empty} of {made.num_microbatches * made.ranks.data_size}",
+            fix="fewer micro-batches (a larger Split), more rows, or allow_empty_microbatches=True",
+        )
+
+
 def all_positions(config: Any, *, fixed: bool) -> bool:
     """Whether padding counts too: where it must, and where the total is known anyway because all shapes are one."""
     return fixed or has_moe_losses(config) or getattr(config, "experimental_attention_variant", None) is not None
@@ -58,8 +73,14 @@ def total(made: Plan, layout: Layout, *, padding: bool) -> int:
 def _total(made: Plan, layout: Layout, *, padding: bool) -> int:
     if not padding:
         return max(made.job["tokens"], 1)  # a step without a row still divides by something
+    return positions(made)
+
+
+def positions(made: Plan) -> int:
+    """Positions that enter the model in the step, padding included. A gather over data parallelism where shapes differ
+    from rank to rank.
+    """
     if made.arrangement.fixed:
         return made.width * made.rows_per_microbatch * made.num_microbatches * made.ranks.data_size
     mine = sum(math.prod(micro.shape) for micro in made.microbatches("cpu"))
-    ranks = layout.ranks
-    return int(ranks.gather(torch.tensor([mine]), ranks.data, ranks.data_size).sum())
+    return int(made.ranks.gather(torch.tensor([mine]), made.ranks.data, made.ranks.data_size).sum())

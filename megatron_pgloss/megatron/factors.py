@@ -90,7 +90,7 @@ def wrapper_factor(chunks: Sequence[Any], layout: Layout) -> float:
     """
     found: set[float] = set()
     for chunk in chunks:
-        buffers = _grad_buffers(chunk)
+        buffers = grad_buffers(chunk)
         if not buffers:
             if layout.dp_cp_size == 1:
                 found.add(1.0)
@@ -110,7 +110,10 @@ def wrapper_factor(chunks: Sequence[Any], layout: Layout) -> float:
     return max(found)
 
 
-def _grad_buffers(chunk: Any) -> list[tuple[Any, bool]]:
+def grad_buffers(chunk: Any) -> list[tuple[Any, bool]]:
+    """The gradient buffers of a wrapped chunk, and of each whether experts' gradients lie in it; none where the wrapper
+    is not Megatron's DistributedDataParallel.
+    """
     # A plain module's ``buffers`` is torch's method; Megatron's wrapper replaces it by its list of gradient buffers.
     if not hasattr(chunk, "ddp_config") or not isinstance(getattr(chunk, "buffers", None), list):
         return []

@@ -1,82 +1,165 @@
-"""The end of a step: one gather over the world that carries metrics and the fault flag."""
+"""The end of a step: one gather over the world that carries metrics, the largest gradient and what is wrong."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from megatron_pgloss.errors import LayoutError, NonFiniteError
+from megatron_pgloss.errors import DataError, LayoutError, NonFiniteError, PGLossError
 from megatron_pgloss.megatron.layout import Layout
 from megatron_pgloss.metrics import Metric, fold
 from megatron_pgloss.planning import Plan
+from megatron_pgloss.planning.agreement import error_code, error_of, error_text
 
 _TEXT = 64
-"""int64 words of text for the place of a fault."""
-_HEAD = 4  # speaks, micro-batch reports beyond the plan's, length of the text, whether a gradient was asked for
+"""int64 words of text: the place of a fault, or an error."""
+_HEAD = ("speaks", "missing", "length", "updated", "gradient", "error")
+_SPEAKS, _MISSING, _LENGTH, _UPDATED, _GRADIENT, _ERROR = range(len(_HEAD))
+_NUMBERS = len(_HEAD) + _TEXT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """What the ranks told each other; the same on every rank."""
+
+    metrics: dict[str, Metric]
+    place: str | None
+    """Of the first fault at loss time."""
+    updated: bool
+    """Whether it was an update: an evaluation is none."""
+    gradient: float = 0.0
+    """The largest gradient of any rank after an update, NaN where one is NaN."""
+    broken: list[int] = field(default_factory=list)
+    """Ranks whose gradients are not finite."""
 
 
 def collect(
-    reports: Sequence[Mapping[str, Tensor]], names: Sequence[str], plan: Plan, layout: Layout
-) -> tuple[dict[str, Metric], str | None, bool]:
-    """Metrics of the whole job, the place of the first fault, and whether it was an update: the same on every rank.
+    reports: Sequence[Mapping[str, Tensor]],
+    names: Sequence[str],
+    plan: Plan,
+    layout: Layout,
+    *,
+    gradient: Tensor | None = None,
+    error: PGLossError | None = None,
+) -> Collected:
+    """Metrics of the whole job, the place of the first fault, and the largest gradient: the same on every rank.
 
     Args:
         reports: what the schedule collected on this rank; ``[]`` before the last stage.
         names: metric names in order, equal on all ranks.
+        gradient: 0-d float64, the largest gradient of this rank (`megatron_pgloss.megatron.gradients`).
+        error: what is wrong on this rank, raised on all.
 
     Raises:
         LayoutError: a last-stage rank saw another number of micro-batches than planned (on every rank).
+        PGLossError: any rank's ``error``, or reports that are not what the loss function returned (on every rank).
     """
-    # A report without our entries is none: better said on every rank than a KeyError on this one.
-    ours = [report for report in reports if all(name in report for name in names)]
-    mine = fold(names, torch.stack([torch.stack([report[name] for name in names]) for report in ours])) if ours else {}
-    row = torch.zeros(_HEAD + _TEXT + 2 * len(names), dtype=torch.int64)
-    row[0], row[3] = int(layout.speaks), int(plan.updated)
-    row[1] = len(ours) - plan.num_microbatches if layout.last_stage else 0
-    if layout.last_stage and mine:
-        numbers = torch.stack([mine[name].pack() for name in names]).to("cpu", torch.float64)
-        row[_HEAD + _TEXT :] = numbers.contiguous().view(torch.int64).reshape(-1)
-        text = _place(mine, plan).encode()[: 8 * _TEXT]
-        row[2] = len(text)
-        row[_HEAD : _HEAD + _TEXT] = torch.frombuffer(bytearray(text.ljust(8 * _TEXT)), dtype=torch.int64)
+    mine, missing = dict[str, Metric](), 0
+    try:
+        mine, missing = _own(reports, names, plan, layout)
+    except PGLossError as caught:
+        error = error or caught
+    row = torch.zeros(_NUMBERS + 2 * len(names), dtype=torch.int64)
+    row[_SPEAKS], row[_UPDATED], row[_MISSING] = int(layout.speaks), int(plan.ledger.updated), missing
+    text = b""
+    numbers = _to_host(gradient, mine, names)
+    row[_GRADIENT] = numbers[:1].view(torch.int64)
+    if mine:
+        row[_NUMBERS:] = numbers[1:].view(torch.int64)
+        text = _place(fold(names, numbers[1:].reshape(1, -1, 2)), plan).encode()[: 8 * _TEXT]
+    if error is not None:
+        row[_ERROR], text = error_code(error), error_text(error, 8 * _TEXT)
+    row[_LENGTH] = len(text)
+    row[len(_HEAD) : _NUMBERS] = torch.frombuffer(bytearray(text.ljust(8 * _TEXT)), dtype=torch.int64)
     ranks = layout.ranks
-    rows = ranks.gather(row, ranks.world, ranks.world_size)
-    wrong = rows[:, 1].nonzero().flatten().tolist()
-    if wrong:
+    return _agreed(ranks.gather(row, ranks.world, ranks.world_size), names, plan)
+
+
+def _own(
+    reports: Sequence[Mapping[str, Tensor]], names: Sequence[str], plan: Plan, layout: Layout
+) -> tuple[dict[str, Metric], int]:
+    """This rank's metrics, and how many reports there are beyond those planned."""
+    if not isinstance(reports, list | tuple):
+        raise DataError(
+            "finish takes what forward_backward_func returned", expected="a list of reports",
+            got=type(reports).__name__,
+        )  # fmt: skip
+    # A report without our entries is none.
+    ours = [one for one in reports if isinstance(one, Mapping) and all(name in one for name in names)]
+    for number, report in enumerate(ours):
+        for name in names:
+            entry = report[name]
+            if not isinstance(entry, Tensor) or tuple(entry.shape) != (2,):
+                got = list(entry.shape) if isinstance(entry, Tensor) else type(entry).__name__
+                raise DataError(
+                    "finish got reports that the step's loss function did not return", expected="tensors [2]", got=got,
+                    where=f"report {number}, {name}",
+                    fix="pass finish what forward_backward_func returned for this step, unreduced",
+                )  # fmt: skip
+    missing = len(ours) - plan.num_microbatches if layout.last_stage else 0
+    if not ours or not layout.last_stage:
+        return {}, missing
+    return fold(names, torch.stack([torch.stack([report[name] for name in names]) for report in ours])), missing
+
+
+def _to_host(gradient: Tensor | None, mine: Mapping[str, Metric], names: Sequence[str]) -> Tensor:
+    """float64 on the CPU, the largest gradient and this rank's numbers: one copy from the device, one wait for it."""
+    first = torch.zeros((), dtype=torch.float64) if gradient is None else gradient
+    if not mine:
+        return first.reshape(1).to("cpu", torch.float64)
+    packed = torch.stack([mine[name].pack() for name in names]).to(torch.float64)
+    return torch.cat([first.to(packed.device).reshape(1), packed.reshape(-1)]).cpu()
+
+
+def _agreed(rows: Tensor, names: Sequence[str], plan: Plan) -> Collected:
+    if faulty := rows[:, _ERROR].nonzero().flatten().tolist():
+        first = rows[faulty[0]]
+        raise error_of(int(first[_ERROR]), _text(first), faulty)
+    if wrong := rows[:, _MISSING].nonzero().flatten().tolist():
         raise LayoutError(
             "finish got another number of micro-batch reports than planned",
             expected=plan.num_microbatches,
-            got=plan.num_microbatches + int(rows[wrong[0], 1]),
+            got=plan.num_microbatches + int(rows[wrong[0], _MISSING]),
             where=f"rank {wrong[0]}",
             fix="pass finish what forward_backward_func returned for this step, once",
         )
-    speaking = rows[:, 0] == 1
-    numbers = rows[speaking, _HEAD + _TEXT :].contiguous().view(torch.float64).reshape(-1, len(names), 2)
+    speaking = rows[:, _SPEAKS] == 1
     place = None
-    faulty = (speaking & (rows[:, 2] > 0)).nonzero().flatten().tolist()
-    if faulty:
-        text = rows[faulty[0], _HEAD:].contiguous().view(torch.uint8).numpy().tobytes()[: int(rows[faulty[0], 2])]
+    if faulty := (speaking & (rows[:, _LENGTH] > 0)).nonzero().flatten().tolist():
         # Cut to its room in bytes, which may split a character.
-        place = f"rank {faulty[0]}, {text.decode(errors='ignore')}"
-    return fold(names, numbers), place, bool((rows[speaking, 3] == 1).any())
+        place = f"rank {faulty[0]}, {_text(rows[faulty[0]]).decode(errors='ignore')}"
+    numbers = rows[speaking, _NUMBERS:].contiguous().view(torch.float64).reshape(-1, len(names), 2)
+    updated = bool((rows[speaking, _UPDATED] == 1).any())
+    sizes = rows[:, _GRADIENT].contiguous().view(torch.float64)
+    return Collected(
+        metrics=fold(names, numbers), place=place, updated=updated,
+        gradient=float(sizes.amax()) if updated else 0.0,
+        broken=(~sizes.isfinite()).nonzero().flatten().tolist() if updated else [],
+    )  # fmt: skip
 
 
-def results(metrics: Mapping[str, Metric], plan: Plan) -> dict[str, float]:
+def _text(row: Tensor) -> bytes:
+    return row[len(_HEAD) : _NUMBERS].contiguous().view(torch.uint8).numpy().tobytes()[: int(row[_LENGTH])]
+
+
+def results(found: Collected, plan: Plan) -> dict[str, float]:
     """The step's numbers by name: metrics, the plan's counts, effective sample sizes, the loss with coefficients."""
-    found = {name: metric.result() for name, metric in metrics.items() if not name.endswith("/fault_at")}
+    out = {name: metric.result() for name, metric in found.metrics.items() if not name.endswith("/fault_at")}
     for name, counts in plan.counts.items():
-        found |= {f"{name}/n_{what.replace(' ', '_')}": float(count) for what, count in counts.items()}
-        if f"{name}/ratio_sq" in found:
+        out |= {f"{name}/n_{what.replace(' ', '_')}": float(count) for what, count in counts.items()}
+        if f"{name}/ratio_sq" in out:
             # Of the member tokens, how many equally weighted ones the ratios are worth: (sum r)^2 / (n sum r^2).
-            found[f"{name}/ess"] = found[f"{name}/ratio"] ** 2 / found[f"{name}/ratio_sq"]
-        if f"{name}/is_weight_sq" in found:
-            spread = found[f"{name}/is_weight_sq"] - found[f"{name}/is_weight"] ** 2
-            found[f"{name}/is_weight_std"] = math.sqrt(max(spread, 0.0))
-    found["loss"] = sum(coef * found[f"{name}/loss"] for name, coef in plan.coef.items())
-    return found
+            out[f"{name}/ess"] = out[f"{name}/ratio"] ** 2 / out[f"{name}/ratio_sq"]
+        if f"{name}/is_weight_sq" in out:
+            spread = out[f"{name}/is_weight_sq"] - out[f"{name}/is_weight"] ** 2
+            out[f"{name}/is_weight_std"] = math.sqrt(max(spread, 0.0))
+    out["loss"] = sum(coef * out[f"{name}/loss"] for name, coef in plan.coef.items())
+    out["gradient_fault"] = float(len(found.broken))
+    return out
 
 
 def _place(mine: Mapping[str, Metric], plan: Plan) -> str:
@@ -87,16 +170,40 @@ def _place(mine: Mapping[str, Metric], plan: Plan) -> str:
     return ""
 
 
-def nonfinite(metrics: Mapping[str, Metric], place: str | None) -> NonFiniteError | None:
-    """The error for non-finite values inside a component, or None."""
-    count = sum(int(metric.value) for name, metric in metrics.items() if name.endswith("/fault"))
-    if not count:
-        return None
-    return NonFiniteError(
-        "log-probs or terms inside a component are not finite; they were selected out and did not reach the gradient",
-        expected="finite values at every member",
-        got=f"{count} such tokens",
-        where=place,
-        fix="look at the model's logits there (on kept sets, -inf is a sampled token outside of its set: "
-        "KeptSet(outside='drop') or 'add'); on_nonfinite='skip' or 'report' goes on",
-    )
+def nonfinite(found: Collected, plan: Plan, *, gradients: bool) -> NonFiniteError | None:
+    """The error for a step whose loss or gradient is not finite, or None.
+
+    Args:
+        gradients: whether they are looked at here: not where a loss scaler does it.
+    """
+    if count := sum(int(metric.value) for name, metric in found.metrics.items() if name.endswith("/fault")):
+        return NonFiniteError(
+            "log-probs or terms inside a component are not finite; they were selected out and did not reach the "
+            "gradient",
+            expected="finite values at every member",
+            got=f"{count} such tokens",
+            where=found.place,
+            fix="look at the model's logits there (on kept sets, -inf is a sampled token outside of its set: "
+            "KeptSet(outside='drop') or 'add'); on_nonfinite='skip' or 'report' goes on",
+        )
+    for name, coef in plan.coef.items():
+        value = float(found.metrics[f"{name}/loss"].value)
+        if not (math.isfinite(value) and math.isfinite(coef * value)):
+            return NonFiniteError(
+                "the loss is not finite, although every log-prob and term is: a product overflows",
+                expected="a finite sum of weight times term, times the coefficient",
+                got=f"{value} with coefficient {coef}",
+                where=f"component {name}",
+                fix="smaller advantages, weights or coefficients",
+            )
+    if found.broken and gradients:
+        return NonFiniteError(
+            "the gradients are not finite, although the loss is",
+            expected="finite gradients",
+            got=f"a largest size of {found.gradient}",
+            where=f"rank {found.broken[0]}"
+            + (f" (and {len(found.broken) - 1} more ranks)" if len(found.broken) > 1 else ""),
+            fix="look for NaN or infinity in activations, at padding and context positions too (backward multiplies "
+            "them by 0), and for products that overflow: coefficients, advantages, a loss scale",
+        )
+    return None

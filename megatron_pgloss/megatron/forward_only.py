@@ -11,10 +11,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_pgloss.megatron import outputs
+from megatron_pgloss.megatron.call import Boundaries
 from megatron_pgloss.megatron.runtime import Runtime
-from megatron_pgloss.planning import MicroBatch, Plan
+from megatron_pgloss.planning import MicroBatch, Plan, agreement
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.scoring import decided, gather_tokens, into_batches
+
+SCORED = ("old", "ref", "rollout", "values")
+"""Streams that a scoring pass sets."""
 
 
 def score(
@@ -123,7 +127,11 @@ def settle(runtime: Runtime, made: Plan) -> None:
 
 
 def run_forward(runtime: Runtime, made: Plan, forward_step: Any, chunks: list[Any]) -> list[Any]:
-    """What the loss function returned per micro-batch on the last stage; ``[]`` on the others."""
+    """What the loss function returned per micro-batch on the last stage; ``[]`` on the others.
+
+    Raises:
+        DataError: packed rows were run without their boundaries on some rank (on every rank alike).
+    """
     layout, groups = runtime.layout, {}
     if layout.collection is not None:
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -132,9 +140,10 @@ def run_forward(runtime: Runtime, made: Plan, forward_step: Any, chunks: list[An
         if layout.pp_size > 1:
             groups["p2p_communicator"] = P2PCommunicator(layout.pp, runtime.config)
     run = get_forward_backward_func(layout.pp_size, len(chunks) if len(chunks) > 1 else None)
-    return run(  # type: ignore[no-any-return]
+    boundaries = Boundaries()
+    found: list[Any] = run(
         forward_step_func=forward_step,
-        data_iterator=runtime.iterators(made),
+        data_iterator=runtime.iterators(made, boundaries),
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=made.num_microbatches,
         seq_length=made.width,
@@ -143,6 +152,11 @@ def run_forward(runtime: Runtime, made: Plan, forward_step: Any, chunks: list[An
         collect_non_loss_data=True,
         **groups,
     )
+    if runtime.may_miss_boundaries:
+        error = runtime.unread(made, boundaries)
+        row = agreement.pack_error(error) if error else agreement.pack({}, torch.zeros(0, dtype=torch.int64))
+        agreement.raise_agreed(layout.ranks.gather(row, layout.ranks.world, layout.ranks.world_size))
+    return found
 
 
 def whole_rows(values_T: Tensor, runtime: Runtime) -> Tensor:

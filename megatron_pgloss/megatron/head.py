@@ -47,10 +47,15 @@ class GivenHead:
         vocab_size: columns from here on are padding; None: none is.
         reuse_logits: write the gradient into the logits' own storage.
         kept: score sampled tokens on the sets that they were drawn from.
+        padded_vocab: columns of the model, by its own word.
     """
 
-    def __init__(self, layout: Layout, vocab_size: int | None, reuse_logits: bool, kept: KeptSet | None = None) -> None:
+    def __init__(
+        self, layout: Layout, vocab_size: int | None, reuse_logits: bool, kept: KeptSet | None = None,
+        padded_vocab: int | None = None,
+    ) -> None:  # fmt: skip
         self._layout, self._vocab, self._reuse, self._kept = layout, vocab_size, reuse_logits, kept
+        self._padded = padded_vocab
 
     @contextmanager
     def attached(self, bare: Any) -> Iterator[dict[str, Any]]:
@@ -69,7 +74,7 @@ class GivenHead:
         return token_logprobs(
             output, micro.targets, chosen_ids=None if ids is None else micro.wide(ids), temperature=micro.temperature,
             entropy=entropy, ref_logits=ref_logits, kept=micro.kept_by(self._kept), group=self._layout.tp,
-            vocab_size=self._vocab, reuse_logits=self._reuse,
+            vocab_size=self._vocab, padded_vocab=self._padded, reuse_logits=self._reuse,
         )  # fmt: skip
 
 
@@ -137,6 +142,7 @@ class FusedHead:
             hidden.transpose(0, 1).reshape(-1, weight.size(1)), weight, flat.down(micro.targets),
             temperature=None if tau is None else flat.down(tau), entropy=entropy, scale=_scale(self._owner),
             rows=index, group=self._layout.tp, sequence_parallel=layer.sequence_parallel, vocab_size=self._vocab,
+            padded_vocab=weight.size(0) * self._layout.tp_size,  # a weight is never gathered
             mode=self._pick(index.numel(), weight, training), upstream=_upstream(micro, flat),  # type: ignore[arg-type]
             into_main_grad=hasattr(weight, "main_grad") and hasattr(weight, "grad_added_to_main_grad"),
         )  # fmt: skip
@@ -168,7 +174,13 @@ def make_head(
     if mode not in HEAD_MODES:
         raise SpecError(f"head={mode!r}", expected=" | ".join(HEAD_MODES))
     if mode == "given":
-        return GivenHead(layout, vocab_size, reuse, spec.kept)
+        padded = getattr(bare[0], "vocab_size", None)
+        if layout.tp_size > 1 and vocab_size is None:
+            raise SpecError(
+                "the model does not say how large its vocabulary is, and gathered logits could not be told from shards",
+                expected="vocab_size", fix="PolicyLossStep(vocab_size=...), the tokenizer's",
+            )  # fmt: skip
+        return GivenHead(layout, vocab_size, reuse, spec.kept, padded)
     return FusedHead(mode, bare, layout, spec, vocab_size, memory)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_pgloss.errors import PGLossError, SpecError, UnsupportedError
-from megatron_pgloss.megatron import conditions, mtp
+from megatron_pgloss.megatron import call, conditions, mtp
 from megatron_pgloss.megatron.conditions import Setup
 from megatron_pgloss.megatron.outputs import reads_logprobs
 
@@ -28,6 +28,12 @@ class Refusal:
 
 
 REFUSED: tuple[Refusal, ...] = (
+    Refusal(
+        mode="a model whose forward does not take what the step hands over",
+        found=lambda job: not job.own_forward and call.not_taken_by(job),
+        reason="it would run without it, packed rows without their boundaries, say",
+        fix="PolicyLossStep(forward=FN), where FN(model, micro, inputs) calls the model and returns its output",
+    ),
     Refusal(
         mode="a fused head with kept sets",
         found=lambda job: job.fused and job.spec.kept is not None,
@@ -65,6 +71,24 @@ REFUSED: tuple[Refusal, ...] = (
         found=conditions.fused_on(lambda job, layer: getattr(layer, "bias", None) is not None),
         reason="it multiplies hidden states by the weight alone",
         fix="head='given', or a model without a bias there",
+    ),
+    Refusal(
+        mode="a fused head on an output layer whose forward was replaced",
+        found=conditions.fused_on(conditions.replaced("forward")),
+        reason="it reads the layer's weight and runs the GEMM itself, so that what was put there would not be run",
+        fix="head='given', or the layer's own forward",
+    ),
+    Refusal(
+        mode="a fused head on an output layer whose GEMM was replaced",
+        found=conditions.fused_on(conditions.replaced("_forward_impl")),
+        reason="it runs a GEMM of its own, so that what was put in place of _forward_impl would not be run",
+        fix="head='given', or the layer's own _forward_impl",
+    ),
+    Refusal(
+        mode="a fused head on an output layer with hooks",
+        found=conditions.fused_on(conditions.hooked),
+        reason="the layer is not called, and neither are its hooks",
+        fix="head='given', or no hooks there",
     ),
     Refusal(
         mode="a fused head with defer_embedding_wgrad_compute",
@@ -121,6 +145,12 @@ REFUSED: tuple[Refusal, ...] = (
         fix="share one config, and set the flag before wrapping",
     ),
     Refusal(
+        mode="on_nonfinite='skip' with delayed FP8 scaling",
+        found=lambda job: job.skips and conditions.delayed_scaling(job),
+        reason="the history of scales takes in a step that is skipped, and cannot be put back",
+        fix="on_nonfinite='raise', or fp8_recipe='blockwise' or 'mxfp8'",
+    ),
+    Refusal(
         mode="full-iteration CUDA graphs",
         found=conditions.full_graph,
         reason="the graph would freeze the first step's normalisers",
@@ -143,6 +173,12 @@ REFUSED: tuple[Refusal, ...] = (
         found=conditions.flag("hybrid_context_parallel"),
         reason="each rank runs its own number of sub-samples; 0.16.1 multiplies a 2-tuple loss by 0 there, "
         "and later versions have not been verified by this package yet",
+        fix="use plain context parallelism",
+    ),
+    Refusal(
+        mode="dynamic context parallelism",
+        found=conditions.flag("dynamic_context_parallel"),
+        reason="it is hybrid context parallelism by its later name: each rank runs its own number of sub-samples",
         fix="use plain context parallelism",
     ),
     Refusal(

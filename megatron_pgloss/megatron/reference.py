@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_pgloss.errors import DataError, LayoutError, SpecError
 from megatron_pgloss.megatron import forward_only, outputs
+from megatron_pgloss.megatron.call import Boundaries, Shard
 from megatron_pgloss.megatron.runtime import Runtime, as_chunks
 from megatron_pgloss.planning import MicroBatch, Plan
 
@@ -55,7 +56,9 @@ class Reference:
         if self._runtime.layout.pp_size > 1:
             return self._logits[micro.number]
         with torch.no_grad():
-            return outputs.for_logprobs(self._runtime.run_model(micro, self.chunks[0]))  # type: ignore[no-any-return]
+            # On a micro-batch of its own: what the reference reads, the policy has not read.
+            apart = Shard.of(micro, 0, Boundaries())
+            return outputs.for_logprobs(self._runtime.run_model(apart, self.chunks[0]))  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Let go of what was kept."""

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
+from megatron_pgloss.errors import PGLossError, SpecError
 from megatron_pgloss.logprobs import TokenLogprobs
 from megatron_pgloss.megatron import call, factors, modes, outputs
+from megatron_pgloss.megatron.call import Boundaries, Forward, Inputs, Shard
 from megatron_pgloss.megatron.conditions import Setup
 from megatron_pgloss.megatron.context_parallel import shard
 from megatron_pgloss.megatron.head import Head, HeadMode, make_head
@@ -54,8 +57,17 @@ class Runtime:
         head: HeadMode,
         head_memory: int,
         reuse_logits: bool,
+        forward: Forward | None,
+        on_nonfinite: str,
     ) -> None:
+        if forward is not None and not callable(forward):
+            raise SpecError("forward= is not a function", expected="FN(model, micro, inputs) -> output", got=forward)
         self.spec, self.split = spec, split
+        self._forward, self.on_nonfinite = forward, on_nonfinite
+        self.masked = False
+        """Whether the step that is open hands ``padding_mask`` over."""
+        # What steps of several ranks must have in common, beside what a plan compares anyway.
+        self._agreed = repr((head, head_memory, reuse_logits, forward is not None, on_nonfinite))
         self.layout = Layout.read(pg_collection)
         self._model, self._head_mode = model, head
         bare = self.look_again()
@@ -79,7 +91,8 @@ class Runtime:
         modes.refuse(
             Setup(
                 config=self.config, chunks=self.chunks, bare=bare, layout=self.layout, spec=self.spec,
-                head=self._head_mode,
+                head=self._head_mode, packed=self.split.packed, own_forward=self._forward is not None,
+                skips=self.on_nonfinite == "skip",
             )
         )  # fmt: skip
         self.per_token = bool(self.config.calculate_per_token_loss)
@@ -89,13 +102,20 @@ class Runtime:
 
     # ---- from batches to micro-batches ----------------------------------------------------------------------------
 
-    def make_plan(self, batches: Sequence[TokenBatch], spec: LossSpec | None, **more: Any) -> Plan:
-        """A plan of ``batches`` on this layout, without an objective where ``spec`` is None. A collective."""
+    def make_plan(
+        self, batches: Sequence[TokenBatch], spec: LossSpec | None, *, agreed: object = None, **more: Any
+    ) -> Plan:
+        """A plan of ``batches`` on this layout, without an objective where ``spec`` is None. A collective.
+
+        Args:
+            agreed: what the ranks must have in common beside the step's options.
+        """
         interleaved = None
         if len(self.chunks) > 1:
             interleaved = (int(self.config.microbatch_group_size_per_vp_stage), self.layout.pp_size)
         return plan(
-            batches, spec, split=self.split, ranks=self.layout.ranks, arrangement=self.arrangement,
+            batches, spec, split=self.split, ranks=self.layout.ranks,
+            arrangement=replace(self.arrangement, agreed=f"{self._agreed} {self.per_token} {agreed!r}"),
             interleaved=interleaved, vocab_size=self.vocab_size, **more,
         )  # fmt: skip
 
@@ -108,14 +128,16 @@ class Runtime:
         fixed = not self.config.variable_seq_lengths or self.config.expert_model_parallel_size > 1
         return Arrangement(multiple=math.lcm(multiple, self.split.multiple_of), fixed=fixed, left=True)
 
-    def iterators(self, made: Plan) -> Iterator[MicroBatch] | list[Iterator[MicroBatch]]:
+    def iterators(self, made: Plan, boundaries: Boundaries | None = None) -> Iterator[Shard] | list[Iterator[Shard]]:
         """This rank's shards of the plan's micro-batches; one iterator per chunk under virtual pipelining."""
+        notes = boundaries or Boundaries()
 
-        def shards() -> Iterator[MicroBatch]:
+        def shards(chunk: int) -> Iterator[Shard]:
             for micro in made.microbatches(self.layout.device):
-                yield shard(micro, self.layout.cp_rank, self.layout.cp_size, self.layout.cp)
+                part = shard(micro, self.layout.cp_rank, self.layout.cp_size, self.layout.cp)
+                yield Shard.of(part, chunk, notes)
 
-        return [shards() for _ in self.chunks] if len(self.chunks) > 1 else shards()
+        return [shards(chunk) for chunk in range(len(self.chunks))] if len(self.chunks) > 1 else shards(0)
 
     # ---- from micro-batches to log-probs --------------------------------------------------------------------------
 
@@ -123,9 +145,41 @@ class Runtime:
         """The model's output on ``micro``: vocabulary-parallel logits ``[b, s, V/tp]`` on the last stage, or hidden
         states with a fused head; a critic's values ``[b, s, 1]``, or both. ``more``: keywords over the step's own.
         """
-        given = call.keywords(micro, model, get_model_config(model))
-        with self.head.attached(unwrap_model(model)) as own:
-            return model(micro.input_ids, micro.position_ids, None, **(given | own | more))
+        bare, run = unwrap_model(model), self._forward or call.plain
+        given = self._inputs(micro, model, strict=self._forward is None)
+        with self.head.attached(bare) as own:
+            given.update(own)
+            given.update(more)
+            return run(model, micro, given)
+
+    def takes(self, name: str) -> bool:
+        """Whether the ``forward`` of every chunk takes a keyword."""
+        return all(call.taken(unwrap_model(chunk))(name) for chunk in self.chunks)
+
+    def inputs(self, micro: MicroBatch, model: Any) -> Inputs:
+        """Keywords for a call of ``model`` on ``micro`` in a forward step of your own: of tokens, positions, boundaries
+        of packed rows, the padding mask of a router and MTP's loss mask those that its ``forward`` names;
+        ``fp32_output=False`` for a Float16Module.
+
+        A fused head does not come with them: with one run the model by `run_model`, or by ``forward=``.
+
+        Raises:
+            UnsupportedError: the model needs one that its ``forward`` does not take.
+        """
+        return self._inputs(micro, model, strict=True)
+
+    def _inputs(self, micro: MicroBatch, model: Any, *, strict: bool) -> Inputs:
+        config = get_model_config(model)
+        return call.inputs(micro, model, unwrap_model(model), config, strict=strict, masked=self.masked)
+
+    @property
+    def may_miss_boundaries(self) -> bool:
+        """Whether a pass by `run_model` can run packed rows without their boundaries: the same on every rank."""
+        return self.split.packed and self._forward is not None
+
+    def unread(self, made: Plan, boundaries: Boundaries) -> PGLossError | None:
+        """The error of packed rows that were run without their boundaries in a pass over ``made``, or None."""
+        return boundaries.unread(len(self.chunks), made.num_microbatches) if self.split.packed else None
 
     def logprobs(
         self, micro: MicroBatch, output: Any, *, entropy: bool, ref_logits: Tensor | None = None

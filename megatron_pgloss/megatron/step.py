@@ -10,12 +10,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_pgloss.errors import Caught, DataError, LayoutError, SpecError
-from megatron_pgloss.megatron import counting, factors, finish, forward_only, mtp, outputs
+from megatron_pgloss.errors import Caught, DataError, SpecError
+from megatron_pgloss.megatron import counting, factors, finish, forward_only, gradients, mtp, padding
+from megatron_pgloss.megatron.call import Boundaries, Forward, Shard
 from megatron_pgloss.megatron.head import HeadMode
-from megatron_pgloss.megatron.reference import Reference, needed
+from megatron_pgloss.megatron.micro_loss import micro_loss
+from megatron_pgloss.megatron.reference import Reference
 from megatron_pgloss.megatron.runtime import Runtime, as_chunks
-from megatron_pgloss.objective import LossOutput, policy_loss
+from megatron_pgloss.megatron.state import ModuleState
+from megatron_pgloss.megatron.watch import Watch, watched
 from megatron_pgloss.objective.measure import names
 from megatron_pgloss.planning import MicroBatch, Plan, Split
 from megatron_pgloss.rollouts import TokenBatch, broken
@@ -30,16 +33,21 @@ class PolicyLossStep(Runtime):
         model: the module, or list of chunks, handed to the schedule, wrapped as it will run: all else is read from it.
         split: how rows become micro-batches.
         pg_collection: process groups; None: Megatron's parallel_state.
-        on_nonfinite: what `finish` does with NaN or infinity inside a component: ``raise`` on every rank; ``skip``:
+        on_nonfinite: what `finish` does where the loss or a gradient is not finite: ``raise`` on every rank; ``skip``:
             zero the gradients and set ``should_step`` to False; ``report`` in the metrics alone.
         allow_empty_microbatches: accept empty micro-batches although MoE auxiliary losses average over them.
+        allow_routed_padding: let routers count padding (`megatron_pgloss.megatron.padding`).
         reuse_logits: write the logits' gradient into their own storage.
         vocab_size: the tokenizer's. Columns from here on are padding (their number depends on tensor parallelism), no
             part of the softmax; None: every column of the model is a token, as in Megatron's own cross entropy.
-        head: ``given``: log-probs from the model's logits. Else from its hidden states and the head's weight:
-            ``keep``, ``recompute``, ``forward``, ``auto`` (`megatron_pgloss.megatron.head.FusedHead`).
+        head: ``given``: the model's logits. Else hidden states and the head's weight: ``keep``, ``recompute``,
+            ``forward``, ``auto`` (`megatron_pgloss.megatron.head.FusedHead`).
         head_memory: bytes that ``auto`` may spend on kept logits.
         reference: the frozen model of an exact KL, laid out as ``model`` (`megatron_pgloss.megatron.reference`).
+        forward: ``FN(model, micro, inputs) -> output``, how the model is run on a micro-batch, in training, scoring,
+            the statistics pass and evaluation; for models whose ``forward`` has another signature. ``inputs``: what the
+            step would hand over (`inputs`), the fused head's keyword with it. None: ``model(**inputs)``.
+        patience: seconds in one phase after which a rank logs for whom it waits (`megatron_pgloss.megatron.watch`).
 
     Raises:
         UnsupportedError, SpecError: a refused mode (`megatron_pgloss.megatron.modes`), or factors that cannot be
@@ -56,29 +64,35 @@ class PolicyLossStep(Runtime):
         pg_collection: Any = None,
         on_nonfinite: Literal["raise", "skip", "report"] = "raise",
         allow_empty_microbatches: bool = False,
+        allow_routed_padding: bool = False,
         reuse_logits: bool = True,
         vocab_size: int | None = None,
         head: HeadMode = "given",
         head_memory: int = 2**31,
         reference: Any = None,
+        forward: Forward | None = None,
+        patience: float = 120.0,
     ) -> None:
         if on_nonfinite not in ("raise", "skip", "report"):
             raise SpecError(f"on_nonfinite={on_nonfinite!r}", expected="'raise', 'skip' or 'report'")
         super().__init__(
             spec, model, split=split, pg_collection=pg_collection, vocab_size=vocab_size, head=head,
-            head_memory=head_memory, reuse_logits=reuse_logits,
+            head_memory=head_memory, reuse_logits=reuse_logits, forward=forward, on_nonfinite=on_nonfinite,
         )  # fmt: skip
-        self.on_nonfinite = on_nonfinite
         self.reference = None if reference is None else Reference(self, reference)
-        self._allow_empty = allow_empty_microbatches
+        self._allow_empty, self._allow_padding = allow_empty_microbatches, allow_routed_padding
         self._plan: Plan | None = None
+        self._boundaries = Boundaries()
+        self._state: ModuleState | None = None  # what a skip puts back
         self._counted: int  # Megatron's token count of the step that is open, in per-token mode
         self._mtp = mtp.Weight()
+        self.watch = Watch(self.layout.ranks.world_rank, self.layout.ranks.world_size, patience)
         self.should_step = True
-        """Whether the optimizer should step, after `finish`: False after skipped faults, or where nothing can move."""
+        """Whether the optimizer should step, after `finish`: False after a skipped step, or where no gradient is."""
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
+    @watched("begin", then="schedule")
     def begin(
         self, batches: Sequence[TokenBatch], *, coef: Mapping[str, float] | None = None, version: int | None = None
     ) -> Plan:
@@ -99,20 +113,16 @@ class PolicyLossStep(Runtime):
         Raises:
             PGLossError: the same on every rank.
         """
-        self.close()
+        self._close()
         with Caught() as here:
             self.look_again()
         if here.error is not None:
             batches = [broken(here.error)]  # the plan raises it on every rank: it may show on one stage alone
-        made = self.make_plan(batches, self.spec, coef=coef, version=version)
-        empty = made.job["empty_microbatches"]
-        if empty and counting.has_moe_losses(self.config) and not self._allow_empty:
-            raise LayoutError(
-                "a micro-batch would be empty, and MoE auxiliary losses average over it",
-                expected="no empty micro-batch",
-                got=f"{empty} of {made.num_microbatches * made.ranks.data_size}",
-                fix="fewer micro-batches (a larger Split), more rows, or allow_empty_microbatches=True",
-            )
+        options = self._allow_empty, self._allow_padding, self.reference is not None
+        made = self.make_plan(batches, self.spec, agreed=options, coef=coef, version=version)
+        if not self._allow_empty:
+            counting.refuse_empty(made, self.config)
+        self.masked = self.masks_padding(made)
         if made.needs_statistics_pass:
             made = forward_only.statistics_pass(self, made)
         if self.per_token:
@@ -121,26 +131,40 @@ class PolicyLossStep(Runtime):
                 self._mtp.open(self.config, self._counted, made.job["actions"])
         if self.reference is not None:
             self.reference.open(made)
-        self._plan = made
+        self._plan, self._boundaries = made, Boundaries()
+        self._state = ModuleState(self.chunks) if self.on_nonfinite == "skip" else None
         self.should_step = made.has_signal
         return made
 
     def close(self) -> None:
-        """Leave the open step without `finish`, after an error say; Megatron's config is as it was before `begin`."""
-        self._plan = None
+        """Leave the open step without `finish`, after an error say: no update was made, and the same rows may be tried
+        again. Megatron's config is as it was before `begin`.
+        """
+        if self._plan is not None:
+            self._plan.ledger.take_back()
+        self._close()
+
+    def _close(self) -> None:
+        self._plan = self._state = None
         self._mtp.close()
         if self.reference is not None:
             self.reference.close()
 
+    def masks_padding(self, made: Plan) -> bool:
+        """Whether a step of ``made`` hands the model ``padding_mask``; refused where padding would be routed."""
+        takes = self.takes("padding_mask")
+        return padding.masked(self.config, self.layout, made, takes_mask=takes, allowed=self._allow_padding)
+
     @property
     def _padding_counts(self) -> bool:
-        return counting.all_positions(self.config, fixed=self.arrangement.fixed)
+        return not self.masked and counting.all_positions(self.config, fixed=self.arrangement.fixed)
 
     @property
     def plan(self) -> Plan:
         """The plan of the step that `begin` opened."""
         if self._plan is None:
-            raise DataError("no step is open", fix="call step.begin(batches) first")
+            fix = "read it between begin and finish, or keep what step.begin(batches) returns: plan.num_microbatches"
+            raise DataError("no step is open", fix=fix)
         return self._plan
 
     @property
@@ -160,13 +184,13 @@ class PolicyLossStep(Runtime):
 
     # ---- the schedule's callbacks ---------------------------------------------------------------------------------
 
-    def data_iterator(self) -> Iterator[MicroBatch] | list[Iterator[MicroBatch]]:
+    def data_iterator(self) -> Iterator[Shard] | list[Iterator[Shard]]:
         """This rank's shards of the step's micro-batches; one iterator per chunk under virtual pipelining."""
-        return self.iterators(self.plan)
+        return self.iterators(self.plan, self._boundaries)
 
     def forward_step(
         self,
-        data_iterator: Iterator[MicroBatch],
+        data_iterator: Iterator[Shard],
         model: Any,
         checkpoint_activations_microbatch: Any = None,
         *,
@@ -174,7 +198,8 @@ class PolicyLossStep(Runtime):
     ) -> tuple[Any, Callable[..., Any]]:
         """Megatron's ``forward_step_func``: run the model on the next micro-batch and hand over its loss function."""
         micro = next(data_iterator)
-        return self.run_model(micro, model), self.loss_func(micro)
+        with self.watch.during("forward", micro.number, then="schedule"):
+            return self.run_model(micro, model), self.loss_func(micro)
 
     def loss_func(self, micro: MicroBatch, *, ref_logits: Tensor | None = None) -> Callable[..., Any]:
         """Megatron's ``loss_func`` for one micro-batch, in the return form of the config's mode.
@@ -185,7 +210,8 @@ class PolicyLossStep(Runtime):
         made = self.plan
 
         def loss(output: Any, non_loss_data: bool = False) -> Any:
-            out = self._loss_of(micro, output, ref_logits)
+            with self.watch.during("loss", micro.number, then="schedule"):
+                out = micro_loss(self, self.reference, micro, output, ref_logits)
             report = {name: metric.pack() for name, metric in out.metrics.items()}
             if non_loss_data:
                 return report
@@ -199,18 +225,9 @@ class PolicyLossStep(Runtime):
 
         return loss
 
-    def _loss_of(self, micro: MicroBatch, output: Any, ref_logits: Tensor | None) -> LossOutput:
-        """The planned loss of ``micro`` from the model's output, by what the spec reads."""
-        spec, lp, value = self.spec, None, None
-        if beside := outputs.reads_logprobs(spec):
-            ref = needed(ref_logits, self.reference, micro) if spec.needs_exact_kl else None
-            lp = self.logprobs(micro, output, entropy=spec.needs_entropy, ref_logits=ref)
-        if outputs.reads_value(spec):
-            value = outputs.values(micro, output, beside=beside)
-        return policy_loss(lp, micro, value=value)
-
     # ---- forward-only passes and the end of the step --------------------------------------------------------------
 
+    @watched("score", then="idle")
     def score(
         self, batches: Sequence[TokenBatch], model: Any = None, *, into: Literal["old", "ref", "rollout", "values"]
     ) -> list[TokenBatch]:
@@ -223,9 +240,14 @@ class PolicyLossStep(Runtime):
 
         Returns: the batches with whole rows scored, on every rank.
         """
+        if into not in forward_only.SCORED:
+            error = DataError(f"score(into={into!r})", expected=" | ".join(forward_only.SCORED))
+            batches = [broken(error)]  # raised by the plan, on every rank
+        made = self.make_plan(batches, None, agreed=into)
         chunks = self.chunks if model is None else as_chunks(model)
-        return forward_only.score(self, self.make_plan(batches, None), batches, chunks, into)
+        return forward_only.score(self, made, batches, chunks, into)
 
+    @watched("finish", then="idle")
     def finish(self, losses: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         """Close the step: one gather over the world. Every rank calls it, before the optimizer steps.
 
@@ -237,30 +259,39 @@ class PolicyLossStep(Runtime):
 
         Raises:
             NonFiniteError: with ``on_nonfinite="raise"``, on every rank alike.
+            DataError: packed rows were run without their boundaries; or reports that are not this step's. Likewise.
         """
         made = self.plan
         self._mtp.close()
-        # Read from the plan: the streams it carries are agreed, so all ranks expect the same vector.
-        streams = frozenset(made.table)
+        streams = frozenset(made.table)  # agreed, so all ranks expect the same vector
         wanted = [
             name for part in self.spec.components for name in names(part, self.spec, streams, self.spec.needs_entropy)
         ]
-        metrics, place, updated = finish.collect(list(losses), wanted, made, self.layout)
-        if updated:  # an evaluation is none
+        # A rank that sees no loss cannot tell an update from an evaluation: it looks, and all decide.
+        look = made.ledger.updated or made.batch is None or not self.layout.last_stage
+        found = finish.collect(
+            losses, wanted, made, self.layout,
+            gradient=gradients.largest(self.chunks, self.layout.device) if look else None,
+            error=self.unread(made, self._boundaries),
+        )  # fmt: skip
+        if found.updated:  # an evaluation is none
             made.ledger.mark_updated()
-        self.close()
-        results = finish.results(metrics, made)
-        error = finish.nonfinite(metrics, place)
-        if made.ledger.recorder is not None and updated:
-            if error is None or self.on_nonfinite == "report":
-                forward_only.settle(self, made)
-            else:
-                made.ledger.recorder.forget()
+        state = self._state
+        self._close()
+        results = finish.results(found, made)
+        error = finish.nonfinite(found, made, gradients=not gradients.loss_scaler_decides(self.config))
+        # Losses of the model's own (MoE, multi-token prediction) have gradients where the policy has none.
+        self.should_step = made.has_signal or found.gradient != 0
+        if error is not None and self.on_nonfinite != "report":
+            made.ledger.take_back()
+        elif made.ledger.recorder is not None and found.updated:
+            forward_only.settle(self, made)
         results["skipped"] = float(error is not None and self.on_nonfinite == "skip")
         if error is not None and self.on_nonfinite == "raise":
             raise error
         if results["skipped"]:
             self.should_step = False
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
+            gradients.zero(self.chunks)
+            if state is not None:
+                state.restore()
         return results

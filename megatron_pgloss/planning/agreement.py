@@ -25,7 +25,7 @@ FIELDS = (
     "error", "spec", "version", "batch", "data_rank", "streams", "microbatches", "rows", "tokens", "width",
     "bin_rows", "bin_tokens", "unit_rows", "double", "excluded", "setup", "actions",
 )  # fmt: skip
-PLAN = "split, coefficients or plan options"
+PLAN = "split, coefficients or options of plan or step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +83,9 @@ def pack(head: dict[str, int], body: Tensor) -> Tensor:
 
 def pack_error(error: PGLossError) -> Tensor:
     """The row of a rank with a fault: its text takes the place of the counts."""
-    text = _text(error, BODY * 8 - 8)
+    text = error_text(error, BODY * 8 - 8)
     raw = torch.frombuffer(bytearray(text.ljust((len(text) + 7) // 8 * 8, b" ")), dtype=torch.int64)
-    name = type(error).__name__ if type(error).__name__ in KINDS else PGLossError.__name__
-    return pack({"error": 1 + sorted(KINDS).index(name)}, torch.cat([torch.tensor([len(text)]), raw]))
+    return pack({"error": error_code(error)}, torch.cat([torch.tensor([len(text)]), raw]))
 
 
 def raise_agreed(rows: Tensor, options: str = PLAN) -> None:
@@ -196,7 +195,7 @@ def batch_digest(batch: Any) -> int:
     return digest(ids, *(tensor.contiguous().reshape(-1).view(torch.uint8).numpy() for tensor in tensors))
 
 
-def _text(error: PGLossError, room: int) -> bytes:
+def error_text(error: PGLossError, room: int) -> bytes:
     """The parts of an error as JSON of at most ``room`` bytes; the longest ones are cut first."""
     given = (error.what, error.expected, error.got, error.where, error.fix)
     parts = [None if part is None else str(part) for part in given]
@@ -209,11 +208,20 @@ def _text(error: PGLossError, room: int) -> bytes:
 
 
 def _unpack(row: Tensor, faulty: list[int]) -> PGLossError:
-    kind = KINDS[sorted(KINDS)[int(row[FIELDS.index("error")]) - 1]]
-    size = int(row[HEAD])
-    raw = row[HEAD + 1 :].contiguous().view(torch.uint8).numpy().tobytes()[:size]
-    what, expected, got, where, fix = json.loads(raw)
+    kind, size = int(row[FIELDS.index("error")]), int(row[HEAD])
+    return error_of(kind, row[HEAD + 1 :].contiguous().view(torch.uint8).numpy().tobytes()[:size], faulty)
+
+
+def error_code(error: PGLossError) -> int:
+    """The number that a row carries for an error's type: 0 is none."""
+    name = type(error).__name__
+    return 1 + sorted(KINDS).index(name if name in KINDS else PGLossError.__name__)
+
+
+def error_of(code: int, text: bytes, faulty: list[int]) -> PGLossError:
+    """The error of the first of the ``faulty`` ranks, from its `error_code` and its `error_text`."""
+    what, expected, got, where, fix = json.loads(text)
     place = f"rank {faulty[0]}" + (f", {where}" if where else "")
     if len(faulty) > 1:
         place += f" (and {len(faulty) - 1} more ranks: {', '.join(map(str, faulty[1:6]))})"
-    return kind(what, expected=expected, got=got, where=place, fix=fix)
+    return KINDS[sorted(KINDS)[code - 1]](what, expected=expected, got=got, where=place, fix=fix)

@@ -23,6 +23,8 @@ class Arrangement:
     """All micro-batches of all ranks have one shape (pipelines without variable sequence lengths)."""
     left: bool = False
     """Rows begin at column 0 whatever the caller's padding was."""
+    agreed: str = ""
+    """Options of the caller's that all ranks must have in common."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

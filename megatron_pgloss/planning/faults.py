@@ -171,7 +171,8 @@ def _updated(batch: TokenBatch, spec: LossSpec) -> None:
             raise DataError(
                 "a second update on the same rollouts with old='policy': the ratio is no longer 1",
                 where=batch.sample_name(row),
-                fix="score the rollouts once (step.score(..., into='old')) and use old='given', or sample anew",
+                fix="score the rollouts once (step.score(..., into='old')) and use old='given', or sample anew; after "
+                "a step that an error ended before finish, step.close()",
             )
 
 

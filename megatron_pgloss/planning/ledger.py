@@ -55,6 +55,13 @@ class Ledger:
         for record in self._records:
             record.plan = self.serial
 
+    def take_back(self) -> None:
+        """Forget that these rows have been updated on by this plan: the update was not made."""
+        for record in self._records:
+            record.take_back(self.serial)
+        if self.recorder is not None:
+            self.recorder.forget()
+
     def record(self, number: int, index_N: Tensor, logp_N: Tensor) -> None:
         """With ``old="record"``: keep the log-probs of micro-batch ``number``, which is being updated on."""
         if self.recorder is not None and self.recorder.wanted:

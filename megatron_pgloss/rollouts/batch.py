@@ -32,14 +32,30 @@ class UpdateRecord:
     """Whether a row has been updated on: shared by every batch that holds the row, so that a second on-policy
     update is seen whichever view it comes through."""
 
-    __slots__ = ("logp", "pending", "plan")
+    __slots__ = ("_before", "_plan", "logp", "pending")
 
     def __init__(self) -> None:
-        self.plan: int | None = None
+        self._plan: int | None = None
+        self._before: int | None = None
         self.logp: Tensor | None = None
         """Log-probs of the row's targets at its first update, with ``old="record"``."""
         self.pending: Any = None
         """Where they are still kept micro-batch by micro-batch, until the next plan reads them."""
+
+    @property
+    def plan(self) -> int | None:
+        """Serial of the plan that last updated on the row."""
+        return self._plan
+
+    @plan.setter
+    def plan(self, serial: int) -> None:
+        if serial != self._plan:
+            self._before, self._plan = self._plan, serial
+
+    def take_back(self, serial: int) -> None:
+        """The update by plan ``serial`` was not made."""
+        if self._plan == serial:
+            self._plan = self._before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -35,6 +35,7 @@ def linear_token_logprobs(
     group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     vocab_size: int | None = None,
+    padded_vocab: int | None = None,
     mode: Mode = "keep",
     upstream: LossGradients | None = None,
     into_main_grad: bool = False,
@@ -58,7 +59,7 @@ def linear_token_logprobs(
         group: the tensor-parallel group over which the vocabulary is split, or None.
         sequence_parallel: ``hidden`` is a shard along T; gathered over ``group`` in forward and once more in backward,
             and its gradient is reduce-scattered. Without it the gradient is all-reduced.
-        vocab_size: global columns from here on are padding.
+        vocab_size, padded_vocab: as for `token_logprobs`.
         mode: ``keep`` the logits of the wanted rows for backward (3 GEMMs, N Vl elements, gradient in place);
             ``recompute`` them chunk by chunk (4 GEMMs, one chunk); ``forward``: take the gradient in the forward pass
             (3 GEMMs, one chunk and a [Vl, H] float32 sum), which needs ``upstream``.
@@ -101,7 +102,7 @@ def linear_token_logprobs(
         one = torch.full(targets.shape, float(scale), dtype=torch.float64, device=targets.device)
         inverse_tau = one if inverse_tau is None else inverse_tau * scale
     job = HeadJob(
-        shard=find_shard(weight.size(0), group, vocab_size), entropy=entropy, rows=rows, group=group,
+        shard=find_shard(weight.size(0), group, vocab_size, padded_vocab), entropy=entropy, rows=rows, group=group,
         sequence_parallel=sequence_parallel, into_main_grad=into_main_grad, chunk_tokens=chunk_tokens,
         chunk_elements=chunk_elements, keep=mode == "keep",
     )  # fmt: skip

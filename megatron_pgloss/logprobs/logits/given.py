@@ -41,6 +41,7 @@ def token_logprobs(
     kept: Kept | None = None,
     group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
+    padded_vocab: int | None = None,
     reuse_logits: bool = False,
     backend: Backend | None = None,
     chunk_elements: int | None = None,
@@ -79,6 +80,8 @@ def token_logprobs(
             makes the call, and all get the same bits.
         vocab_size: global columns from here on are padding: no part of the softmax, gradient 0.
             None: every column counts.
+        padded_vocab: columns of all shards together, padding included: needed where the vocabulary is so small that
+            one shard has room for it, and reads as gathered logits otherwise.
         reuse_logits: give the logits away. Backward writes the gradient into their own memory, so
             no [T, Vl] tensor is ever added; a second backward is refused, and so is (by torch's
             version check) any other backward that needs them unchanged. Leaf or not does not
@@ -115,7 +118,7 @@ def token_logprobs(
             raise UnsupportedError(
                 "chosen_ids and ref_logits in one pass", fix="the teacher's top-k, or the reference's logits"
             )
-    shard = find_shard(logits.size(-1), group, vocab_size)
+    shard = find_shard(logits.size(-1), group, vocab_size, padded_vocab)
     inverse_tau = inverse_temperature(temperature, targets)
     if kept is not None:
         check_alone(ref_logits, chosen_ids, backend)

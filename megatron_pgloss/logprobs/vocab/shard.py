@@ -39,8 +39,15 @@ class VocabShard:
         return min(max(self.vocab - self.start, 0), self.columns)
 
 
-def find_shard(columns: int, group: dist.ProcessGroup | None, vocab_size: int | None) -> VocabShard:
-    """Place ``columns`` columns in the vocabulary; refuse what cannot be a shard of it."""
+def find_shard(
+    columns: int, group: dist.ProcessGroup | None, vocab_size: int | None, padded_vocab: int | None = None
+) -> VocabShard:
+    """Place ``columns`` columns in the vocabulary; refuse what cannot be a shard of it.
+
+    Args:
+        padded_vocab: columns of all shards together, where it is known: only by it can a shard that is as wide as a
+            small vocabulary be told from gathered logits.
+    """
     if columns < 1:
         raise DataError("logits have no vocabulary column", expected="[..., Vl] with Vl >= 1")
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -58,7 +65,7 @@ def find_shard(columns: int, group: dist.ProcessGroup | None, vocab_size: int | 
             got=f"vocab_size={vocab_size}",
             fix="pass group= where the logits are one shard of several",
         )
-    if size > 1 and columns >= vocab_size:
+    if size > 1 and columns >= vocab_size and columns * size != padded_vocab:
         raise LayoutError(
             "gathered logits were given to the vocab-parallel path: every shard would be counted "
             "as another part of the vocabulary",

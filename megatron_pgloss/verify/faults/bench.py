@@ -86,8 +86,9 @@ def opened(one: Bench) -> Iterator[Opened]:
     """The layout, for the length of the block. A collective."""
     fields = {**SMALL, "vocab_size": one.layout.vocab, **one.model}
     layout = replace(
-        one.layout, model={**fields, **one.own}, options={"vocab_size": one.layout.vocab}, world=dist.get_world_size()
-    )
+        one.layout, model={**fields, **one.own}, world=dist.get_world_size(),
+        options={"vocab_size": one.layout.vocab, "allow_routed_padding": True},
+    )  # fmt: skip
     default = torch.get_default_dtype()
     # Megatron makes learned positions, and the scale of its own losses, in torch's default dtype.
     torch.set_default_dtype(torch.float64)

@@ -40,7 +40,13 @@ def _cp_twice(right: Any, at: Place) -> Any:
 
 
 def _unscaled_buffers(right: Any, at: Place) -> Any:
-    return lambda chunk: [(SimpleNamespace(gradient_scaling_factor=1.0), expert) for _, expert in right(chunk)]
+    def wrong(chunk: Any) -> Any:
+        return [
+            (SimpleNamespace(gradient_scaling_factor=1.0, grad_data=buffer.grad_data), expert)
+            for buffer, expert in right(chunk)
+        ]
+
+    return wrong
 
 
 def _not_divided(right: Any, at: Place) -> Any:
@@ -181,7 +187,7 @@ RANK_FAULTS = (
         imitates="cp is undone in the loss and once more for the wrapper", shows=CP,
     ),
     Fault(
-        name="DDP factor dropped", target=f"{_FACTORS}:_grad_buffers", make=_unscaled_buffers,
+        name="DDP factor dropped", target=f"{_FACTORS}:grad_buffers", make=_unscaled_buffers,
         imitates="the wrapper's 1/(dp cp) is not undone", shows=SUMMED & ~PER_TOKEN & (EXPERTS | ~AVERAGING),
     ),
     Fault(

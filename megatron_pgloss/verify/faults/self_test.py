@@ -8,6 +8,7 @@ hole in the harness and fails the run.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import math
 import sys
@@ -48,7 +49,7 @@ def self_test(args: argparse.Namespace) -> int:
     """
     if args.layouts or args.spec or args.precision not in (None, "float64"):
         raise SpecError("--self-test has layouts, a spec and a precision of its own", expected="no other choice")
-    launch = Launch(args.device)
+    launch = Launch(args.device, datetime.timedelta(seconds=args.timeout))
     if launch.size < WORLD:
         raise LayoutError(
             "the self-test needs more processes", expected=f">= {WORLD}", got=launch.size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def init_parallel(
         tp, pp, vpp, cp, ep: sizes of the tensor, pipeline, virtual pipeline, context and expert dimensions.
         etp: tensor parallelism inside experts; default ``tp``.
         seed: for Megatron's random states.
-        more: passed to ``initialize_model_parallel``, by its own names.
+        more: passed to ``initialize_model_parallel``, by its own names; Megatron's groups get the world's timeout.
     """
     if not torch.cuda.is_available():
         enable_cpu()
@@ -80,6 +81,7 @@ def init_parallel(
             expected=f"a world divisible by tp * pp * cp = {tp * pp * cp}",
             got=dist.get_world_size(),
         )
+    more.setdefault("distributed_timeout_minutes", _world_timeout().total_seconds() / 60)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -112,6 +114,12 @@ def axes() -> Axes:
         ep_rank=ps.get_expert_model_parallel_rank(),
         dp_rank=ps.get_data_parallel_rank(with_context_parallel=False),
     )
+
+
+def _world_timeout() -> datetime.timedelta:
+    """That of the default group: Megatron gives its own groups 30 minutes, whatever the world was given."""
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    return dist.group.WORLD._get_backend(device).options._timeout  # type: ignore[union-attr,no-any-return]
 
 
 def destroy_parallel() -> None:

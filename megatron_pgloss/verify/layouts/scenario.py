@@ -145,6 +145,8 @@ class Scenario:
     def step_options(self) -> dict[str, Any]:
         """Options of `PolicyLossStep`."""
         options: dict[str, Any] = {"vocab_size": self.vocab} if self.vocab != VOCAB else {}
+        # What is compared is what Megatron does with rows of several lengths: it routes their padding.
+        options |= {"allow_routed_padding": True} if self.own == "moe" else {}
         return options | ({"head": self.head} if self.head != "given" else {}) | dict(self.options)
 
     @property

@@ -8,7 +8,6 @@ mode, tensor parallelism with experts only under sequence parallelism.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib.metadata import version
 from typing import Any
 
 from packaging.version import Version
@@ -41,7 +40,9 @@ HYBRID = dict(kind="hybrid")
 
 def since(release: str, *rows: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     """Rows that need this release of megatron-core; none on an earlier one."""
-    return rows if Version(version("megatron-core")) >= Version(release) else ()
+    import megatron.core  # what is imported counts: a source tree may stand before what pip installed
+
+    return rows if Version(megatron.core.__version__) >= Version(release) else ()
 
 
 LAYOUTS: dict[int, tuple[Scenario, ...]] = {

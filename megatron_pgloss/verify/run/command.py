@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import logging
 import os
@@ -57,7 +58,7 @@ def command(args: argparse.Namespace) -> int:
     console = require("rich.console", "verify").Console(width=None if sys.stdout.isatty() else 220)
     name = args.precision or ("float32" if args.device == "cuda" else "float64")
     judge = Judge(chosen_specs(args.spec, half=PRECISIONS[name].half), PRECISIONS[name])
-    launch = Launch(args.device)
+    launch = Launch(args.device, datetime.timedelta(seconds=args.timeout))
     wanted = chosen_layouts(args, launch.size, name)
     layouts = [layout for layout in wanted if (layout.world or 1) <= launch.size]
     layouts.sort(key=lambda layout: -(layout.world or launch.size))

@@ -58,18 +58,17 @@ def run_schedule(step: Any, chunks: list[Any], forward_only: bool = False, **mor
 
     for chunk in chunks:
         chunk.zero_grad_buffer()
-    return get_forward_backward_func()(
-        **dict(
-            forward_step_func=step.forward_step,
-            data_iterator=step.data_iterator(),
-            model=chunks if len(chunks) > 1 else chunks[0],
-            num_microbatches=step.num_microbatches,
-            seq_length=step.seq_length,
-            micro_batch_size=step.micro_batch_size,
-            forward_only=forward_only,
-        )
-        | more
+    given = dict(
+        forward_step_func=step.forward_step,
+        data_iterator=step.data_iterator(),
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=step.num_microbatches,
+        seq_length=step.seq_length,
+        micro_batch_size=step.micro_batch_size,
+        forward_only=forward_only,
     )
+    with step.watch.schedule():
+        return get_forward_backward_func()(**(given | more))
 
 
 def make_step(layout: Scenario, chunks: list[Any], spec: LossSpec, **options: Any) -> tuple[Any, dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import math
 import platform
 from collections.abc import Iterable, Mapping, Sequence
@@ -93,8 +92,10 @@ def _figure(value: float) -> str:
 def versions() -> dict[str, str]:
     """Of everything that the figures depend on, with the date."""
     found = {"megatron_pgloss": __version__, "python": platform.python_version()}
-    for name in ("torch", "megatron-core"):
-        found[name] = importlib.metadata.version(name)
+    import megatron.core  # what is imported: pip may know another version, or none
+    import torch
+
+    found |= {"torch": str(torch.__version__), "megatron-core": str(megatron.core.__version__)}
     return found | {"date": datetime.date.today().isoformat()}
 
 

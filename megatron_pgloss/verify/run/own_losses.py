@@ -74,6 +74,7 @@ def _run(step: PolicyLossStep, batches: Sequence[TokenBatch], run: Any, beside: 
     else:
         # Not through `begin`: the step's scale of multi-token prediction must not be in place.
         made = step.make_plan(batches, step.spec)
+        step.masked = step.masks_padding(made)
         run(made, cross_entropy_step(step), step.iterators(made))
     return full_gradients(step.chunks)
 
@@ -83,7 +84,7 @@ def cross_entropy_step(step: PolicyLossStep) -> Callable[..., Any]:
 
     def forward_step(data_iterator: Iterator[MicroBatch], model: Any, *_: Any) -> Any:
         micro = next(data_iterator)
-        trained = _trained(step.config, micro)
+        trained = _trained(step, micro)
         losses = step.run_model(micro, model, labels=micro.targets, loss_mask=trained)
 
         def loss_func(losses: Tensor) -> Any:
@@ -94,10 +95,12 @@ def cross_entropy_step(step: PolicyLossStep) -> Callable[..., Any]:
     return forward_step
 
 
-def _trained(config: Any, micro: MicroBatch) -> Tensor:
+def _trained(step: PolicyLossStep, micro: MicroBatch) -> Tensor:
     """Float32, the micro-batch's shape: the positions whose target Megatron's own loss is over."""
-    if mtp.active(config):
+    if mtp.active(step.config):
         return micro.stream("action").to(torch.float32)  # type: ignore[union-attr]
+    if step.masked:
+        return (micro.index_N >= 0).reshape(micro.shape).to(micro.device, torch.float32)
     return torch.ones(micro.shape, device=micro.device)
 
 
