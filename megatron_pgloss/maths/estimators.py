@@ -1,4 +1,4 @@
-"""Log-ratios and the k-estimators of KL. All elementwise on `[T]`.
+"""Bounded log-ratios and the k-estimators of KL. All functions are elementwise on `[T]` tokens.
 
 Source: Schulman, "Approximating KL divergence" (2020). With d = log pi - log base at tokens sampled from pi, E[k1] =
 E[k3] = KL(pi || base).
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 def bounded(log_ratio_T: Tensor, bound: float) -> Tensor:
-    """``clip(d, -bound, bound)``; gradient exactly 0 at the bound and beyond, so that exp stays finite and clipped
-    tokens do not pull.
+    """``clip(d, -bound, bound)``, so that exp stays finite. The gradient is exactly 0 at the bound and beyond: clipped
+    tokens do not move the policy.
     """
-    # The same as clamp, but its backward is vectorised on a CPU.
+    # Same values as clamp; the backward of hardtanh is vectorised on a CPU.
     return F.hardtanh(log_ratio_T, -bound, bound)
 
 
@@ -24,7 +24,7 @@ def k1(d_T: Tensor) -> Tensor:
 
 
 def k2(d_T: Tensor) -> Tensor:
-    """``d^2 / 2``: biased value; its plain gradient is the KL's on-policy."""
+    """``d^2 / 2``: its value is biased; on-policy, its plain gradient is in expectation that of the KL."""
     return d_T.square() / 2
 
 
