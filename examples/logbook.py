@@ -157,7 +157,7 @@ def token_rows(plan: Plan, rollouts: list[Rollout], hunt: Hunt) -> list[TokenRow
         for at in range(start, end - 1):
             role, author = (batch.words[int(batch.labels[label][at])] for label in ("role", "author"))
             parts = {
-                part: (bool(plan.table[f"member/{part}"][at]), float(plan.table[f"weight/{part}"][at]))
+                part: (bool(plan.components[part].member_T[at]), float(plan.components[part].weight_T[at]))
                 for part in plan.coef
             }
             action = bool(batch.action_T[at])

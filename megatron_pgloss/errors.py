@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
 
 class PGLossError(ValueError):
     """Base of every error the package raises on purpose.
@@ -67,3 +72,39 @@ class NonFiniteError(PGLossError):
 KINDS: dict[str, type[PGLossError]] = {
     kind.__name__: kind for kind in (PGLossError, SpecError, DataError, LayoutError, UnsupportedError, NonFiniteError)
 }
+
+
+class Caught:
+    """Keeps what the body of a ``with`` raises, as an error of the package: of any type, but no interrupt.
+
+    For code that is followed by a collective: a rank that left before it would keep the others waiting for the whole
+    timeout. What was kept is raised behind the collective, on every rank.
+    """
+
+    def __init__(self) -> None:
+        self.error: PGLossError | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.error = as_error(error)
+        return True
+
+
+def as_error(error: Exception) -> PGLossError:
+    """``error`` as one of the package's: itself, or one that names its type and the line that raised it."""
+    if isinstance(error, PGLossError):
+        return error
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    found = DataError(
+        f"{type(error).__name__}: {error}".strip().rstrip(":"),
+        where=f"{Path(last[0].filename).name}, line {last[0].lineno}" if last else None,
+        fix="an argument or a value has a form that was not expected; the faulty rank's log has the whole traceback",
+    )
+    found.__cause__ = error
+    return found

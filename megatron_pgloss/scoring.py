@@ -9,12 +9,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_pgloss.errors import DataError, PGLossError
+from megatron_pgloss.errors import DataError
 from megatron_pgloss.logprobs import TokenLogprobs
 from megatron_pgloss.objective.decisions import decide
 from megatron_pgloss.planning import MicroBatch, Plan
-from megatron_pgloss.planning.agreement import pack, raise_agreed
-from megatron_pgloss.planning.microbatch import whole
+from megatron_pgloss.planning.carried import Carried
 from megatron_pgloss.planning.revision import revise
 from megatron_pgloss.rollouts import TokenBatch
 
@@ -64,22 +63,17 @@ def statistics_pass(plan: Plan, scored: Sequence[TokenLogprobs]) -> Plan:
     """
     if not plan.needs_statistics_pass:
         return plan
-    error: PGLossError | None = None
-    logp_T = entropy_T = torch.zeros(0)
-    try:
+    with Carried() as here:
         logp_T, entropy_T = _whole_rows(plan, list(scored))
-    except PGLossError as caught:
-        error = caught
-    ranks = plan.ranks
-    raise_agreed(ranks.gather(pack({}, torch.zeros(0, dtype=torch.int64), error), ranks.world, ranks.world_size))
+    here.gather(plan.ranks)
     assert plan.spec is not None
     return decided(plan, logp_T, entropy_T if plan.spec.needs_entropy else None)
 
 
 def decided(plan: Plan, logp_T: Tensor, entropy_T: Tensor | None) -> Plan:
     """`statistics_pass` from whole rows, float [T] on the CPU."""
-    found = decide(plan, whole(plan), logp_T, entropy_T)
-    return revise(plan, found.streams, found.rejected, found.constants)
+    found = decide(plan, plan.whole(), logp_T, entropy_T)
+    return revise(plan, found)
 
 
 def _whole_rows(plan: Plan, scored: list[TokenLogprobs]) -> tuple[Tensor, Tensor]:

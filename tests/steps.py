@@ -138,7 +138,7 @@ def weights_of(batches: pg.TokenBatch | Sequence[pg.TokenBatch], spec: pg.LossSp
     """The weight of every member of ``name``, in order of the tokens."""
     given = [batches] if isinstance(batches, pg.TokenBatch) else list(batches)
     plan = pg.plan(given, spec, split=ONE)
-    return plan.table[f"weight/{name}"][plan.table[f"member/{name}"]].tolist()
+    return plan.components[name].weight_T[plan.components[name].member_T].tolist()
 
 
 def weights_under(normalizer: str, batches: pg.TokenBatch | Sequence[pg.TokenBatch], **more: Any) -> list[float]:

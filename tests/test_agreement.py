@@ -31,7 +31,7 @@ SPLIT = pg.Split(sequences=2)
 
 def disagreements(rank: int, world: int) -> dict[str, tuple[str, str, float]]:
     """Every rank is right by itself; together they are not. Also two faults at once, long texts, and what is legal."""
-    import megatron_pgloss.planning.local as local
+    import megatron_pgloss.planning.wire as wire
 
     me, rows, spec = rank == GUILTY, dealt(rank, world), faulty.spec()
     given = padded(rows)
@@ -48,9 +48,9 @@ def disagreements(rank: int, world: int) -> dict[str, tuple[str, str, float]]:
     found["specs"] = outcome(planned(spec=pg.presets.dapo(high=0.29) if me else dapo))
     found["splits"] = outcome(planned(split=pg.Split(sequences=3) if me else SPLIT))
     found["coefficients"] = outcome(planned(coef={"kl": 0.5} if me else None))
-    ours, local.__version__ = local.__version__, "other" if me else local.__version__
+    ours, wire.__version__ = wire.__version__, "other" if me else wire.__version__
     found["versions"] = outcome(planned())
-    local.__version__ = ours
+    wire.__version__ = ours
     fewer = {key: value for key, value in given.items() if key != "ref_logprobs"}
     found["a stream on some ranks"] = outcome(planned(fewer if me else given, dapo))
     found["temperature on some ranks"] = outcome(planned(given | {"temperature": 0.9} if me else given))

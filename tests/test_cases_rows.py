@@ -62,7 +62,7 @@ def test_labels_never_leak_over_the_border_of_padded_documents() -> None:
     assert micro.input_ids.tolist() == [[1, 2, 3, 0, 4, 5, 0, 0]]
     labels = torch.where(micro.members("rl"), micro.targets, IGN)
     assert labels.tolist() == [[2, 3, IGN, IGN, 5, IGN, IGN, IGN]]
-    assert micro.plan.counts["rl"]["token"] == 3
+    assert int(micro.members("rl").sum()) == 3
 
 
 def test_the_logical_end_of_a_padded_row_moves_with_the_shift() -> None:
@@ -146,7 +146,7 @@ def test_what_an_optimizer_step_counts_is_its_own() -> None:
     weights = []
     for mini in pg.minibatches([batch], 3, by="prompt", seed=0):
         plan = pg.plan(mini, pg.presets.reinforce(old="given", normalizer="mean(token)"), split=ONE)
-        weights += plan.table["weight/rl"][plan.table["member/rl"]].tolist()
+        weights += plan.components["rl"].weight_T[plan.components["rl"].member_T].tolist()
     assert weights == [0.25] * 12
 
 

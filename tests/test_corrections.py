@@ -78,7 +78,7 @@ def test_weights_of_mean_one_over_tokens_and_over_units() -> None:
     both = reinforce(token, pg.IcePop(low=0.5, high=2.0, weight=False))
     near(weights_of(batch, both), [2 / 1.25, 0.5 / 1.25], 1e-13)
     plan = pg.plan([batch], both, split=ONE)
-    assert plan.constants == {"is_mean/0/rl": 1.25}
+    assert plan.components["rl"].means == {0: 1.25}
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_weights_of_mean_one_over_tokens_and_over_units() -> None:
 )
 def test_what_each_rule_rejects(rule: Any, kept: str) -> None:
     plan = pg.plan([pictured(*ROWS, **LEFT)], reinforce(rule), split=ONE)
-    member_T = plan.table["member/rl"][plan.table["action"]]
+    member_T = plan.components["rl"].member_T[plan.table["action"]]
     expected = [c == "y" for c in kept.replace(" ", "")]
     assert member_T.tolist() == expected
     assert plan.counts["rl"][rule.reason] == expected.count(False)
@@ -162,7 +162,7 @@ NORM = "mean(sequence) > mean(token)"
 def test_rejected_tokens_and_units_in_the_denominators(count_rejected: bool, units: Any, expected: list[float]) -> None:
     spec = reinforce(pg.Veto(low=0.6, unit="turn"), normalizer=NORM, count_rejected=count_rejected, units=units)
     plan = pg.plan([pictured(*ROWS, **LEFT)], spec, split=ONE)
-    near(plan.table["weight/rl"][plan.table["member/rl"]], expected)
+    near(plan.components["rl"].weight_T[plan.components["rl"].member_T], expected)
     assert plan.counts["rl"]["sequence"] == (1 if (count_rejected, units) == (False, "counted") else 2)
     assert plan.counts["rl"]["token"] == (5 if count_rejected else 2)
 
@@ -187,7 +187,7 @@ def test_scopes_by_default() -> None:
         corrections=[pg.TruncatedIS(high=3.0), pg.Veto(low=0.4), pg.IcePop(high=100.0, low=0.1, weight=False)],
     )
     plan = pg.plan([pictured(*ROWS, **LEFT)], spec, split=ONE)
-    weight = {name: plan.table[f"weight/{name}"][plan.table[f"member/{name}"]].tolist() for name in spec.names}
+    weight = {name: plan.components[name].weight_T[plan.components[name].member_T].tolist() for name in spec.names}
     near(weight["rl"], [2, 3, 0.5, 3])
     assert weight["entropy"] == weight["second"] == [1] * 4 and weight["ce"] == [1]
     assert [plan.counts[name]["sequence veto"] for name in spec.names] == [1, 1, 0, 1]
@@ -224,7 +224,7 @@ def test_a_fault_leaves_every_component_and_every_count_set() -> None:
     assert [plan.counts[name]["members"] for name in spec.names] == [1, 0, 1]
     assert [plan.counts[name]["fault"] for name in spec.names] == [4, 1, 4]
     assert plan.counts["rl"]["sequence"] == plan.counts["ce"]["sequence"] == 1
-    near(plan.table["weight/entropy"][plan.table["member/entropy"]], [1.0])
+    near(plan.components["entropy"].weight_T[plan.components["entropy"].member_T], [1.0])
 
 
 def stale(versions: Any, level: Any = "token", version: int | None = 7) -> pg.Plan:
@@ -243,7 +243,7 @@ def stale(versions: Any, level: Any = "token", version: int | None = 7) -> pg.Pl
 )
 def test_tokens_that_are_too_old_are_rejected_by_version(versions: list[int], level: Any, kept: str) -> None:
     plan = stale(versions, level)
-    assert plan.table["member/rl"][plan.table["action"]].tolist() == [c == "y" for c in kept.replace(" ", "")]
+    assert plan.components["rl"].member_T[plan.table["action"]].tolist() == [c == "y" for c in kept.replace(" ", "")]
     assert plan.counts["rl"]["stale"] == kept.count("n")
 
 

@@ -30,7 +30,7 @@ def test_the_weight_of_what_is_left(given: dict[str, bool], weight: float) -> No
     spec = pg.presets.grpo(kl=0.1, corrections=[band], **given)
     plan = pg.plan([batch()], spec, split=ONE)
     for name in ("rl", "kl"):
-        near(plan.table[f"weight/{name}"], [weight, weight, 0, weight, 0], 1e-7)
+        near(plan.components[name].weight_T, [weight, weight, 0, weight, 0], 1e-7)
         assert plan.counts[name]["token"] == round(1 / weight)
 
 

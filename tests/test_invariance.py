@@ -180,7 +180,7 @@ def test_gradient_is_invariant_to_microbatches_and_packing(name: str, split: str
     near(other.loss, one.loss, 1e-12)
     close(other.grad_T, one.grad_T)
     assert torch.equal(
-        other.plan.table[f"weight/{SPECS[name].names[0]}"], one.plan.table[f"weight/{SPECS[name].names[0]}"]
+        other.plan.components[SPECS[name].names[0]].weight_T, one.plan.components[SPECS[name].names[0]].weight_T
     )
 
 

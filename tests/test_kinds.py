@@ -20,7 +20,8 @@ from megatron_pgloss.objective import auxiliary, decisions, surrogates
 from megatron_pgloss.rules import corrections, gates, masks
 from megatron_pgloss.spec import FAMILIES, LEVELS, Kind, kinds, latex, parse
 from megatron_pgloss.spec.divisors import DIVISORS, Divisor
-from megatron_pgloss.spec.kinds import Rule, name_of
+from megatron_pgloss.spec.kinds import name_of
+from megatron_pgloss.spec.rule import Rule
 from megatron_pgloss.verify.oracle import gates as oracle_gates
 from megatron_pgloss.verify.oracle import losses as oracle_losses
 from megatron_pgloss.verify.oracle import rules as oracle_rules
@@ -201,7 +202,7 @@ def test_a_divisor_reads_prints_and_divides(kind: type[Divisor], word: str) -> N
     rl = pg.PolicyGradient(surrogate=pg.Reinforce(), ratio="none", normalizer=str(path))
     plan = pg.plan([batch], pg.LossSpec(components=[rl]), split=pg.Split(sequences=2))
     count = {"count": (1.0, 3.0), "average": (2.0, 2.0), "nothing": (1.0, 1.0)}[divisor.reads]
-    mine = [float(w) for w in plan.table["weight/rl"] if w]
+    mine = [float(w) for w in plan.components["rl"].weight_T if w]
     assert mine == pytest.approx([1 / divisor.of(count[0])] + [1 / divisor.of(count[1])] * 3, rel=1e-6)
     try:
         judged = [w for each in weights(rows, str(path)) for w in each]

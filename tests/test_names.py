@@ -22,7 +22,7 @@ SAME_FILES = {
 }
 """Names that are still shared, and by which rooms. The table holds exactly, so that it can only shrink."""
 
-SAME_CLASSES = {"Local": {"advantages/gae_rows", "planning/local"}}
+SAME_CLASSES = {"Local": {"advantages/gae_rows", "planning/counts"}}
 
 
 def places(named: dict[str, set[str]]) -> dict[str, set[str]]:

@@ -51,7 +51,7 @@ def test_normalisers_add_terms_up_as_they_say() -> None:
         ).microbatches()
         near(pg.weighted_sum(terms, micro, "rl"), value)
         # The same through the objective: -A log pi with A = 1.
-        near(solve(batch, micro.plan.spec, [-2.0, NAN, -1.0, -1.0, -1.0, -1.0, NAN]).loss, value)
+        near(solve(batch, micro.spec, [-2.0, NAN, -1.0, -1.0, -1.0, -1.0, NAN]).loss, value)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_echo_by_both_of_its_normalisations() -> None:
         # Answers cannot change the scale of rl, by a bit: neither its denominators nor its weights.
         alone = solve(batch, pg.presets.ppo(), logp)
         assert alone.plan.counts["rl"] | {"mask keep": 0} == with_ce.plan.counts["rl"] and without.loss == alone.loss
-        assert torch.equal(alone.plan.table["weight/rl"], with_ce.plan.table["weight/rl"])
+        assert torch.equal(alone.plan.components["rl"].weight_T, with_ce.plan.components["rl"].weight_T)
 
 
 def test_truncated_importance_weights_are_constants() -> None:

@@ -206,5 +206,5 @@ def test_nothing_outside_a_component_moves_a_weight(garbage: float) -> None:
     one, two = plan(0.25), plan(garbage)
     assert one.counts == two.counts
     for name in ("rl", "kl"):
-        assert torch.equal(one.table[f"weight/{name}"], two.table[f"weight/{name}"])
-        assert torch.equal(one.table[f"member/{name}"], two.table[f"member/{name}"])
+        assert torch.equal(one.components[name].weight_T, two.components[name].weight_T)
+        assert torch.equal(one.components[name].member_T, two.components[name].member_T)

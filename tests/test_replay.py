@@ -171,5 +171,5 @@ def _rl_weights(rank: int, world: int, record: Path) -> dict[str, Any]:
         ]
         plan = pg.plan(batches, spec, split=pg.Split(sequences=4), group="local")
         extra = plan.counts["ce"]["members"] if name == "echo" else 0
-        out[name] = (plan.counts["rl"], plan.table["weight/rl"].numpy().tobytes(), extra)
+        out[name] = (plan.counts["rl"], plan.components["rl"].weight_T.numpy().tobytes(), extra)
     return out

@@ -113,7 +113,7 @@ def shared(job: Job, rows: list[Row]) -> dict[str, Any]:
     found["ignored"] = found["ignored"] == [batch_digest(b) for b in mine]
     # Nothing on the first rank of replica 0, or something broken there: an error on every rank of the job.
     errors = []
-    for bad in (None, [pg.TokenBatch.from_packed(tokens=torch.zeros(3), action_mask=torch.zeros(3), lengths=[3])]):
+    for bad in (None, [pg.TokenBatch.from_packed(tokens=torch.zeros(3), action_mask=torch.zeros(3), lengths=[3])], 5):
         try:
             step.begin(pgm.broadcast(bad if dist.get_rank() == 0 else mine))
         except pg.PGLossError as error:
@@ -193,7 +193,8 @@ def test_broadcast_gives_every_rank_of_a_replica_the_first_ones_batches(axis: st
 def test_nothing_to_broadcast_is_an_error_on_every_rank(axis: str, found: Any) -> None:
     errors = found[0][f"broadcast {axis}"]["errors"]
     assert [by_rank[f"broadcast {axis}"]["errors"] for by_rank in found] == [errors] * 4
-    nothing, broken = errors
+    nothing, broken, number = errors
     assert nothing.startswith("LayoutError: the first rank of the replica passed no batches")
     assert "rank 0" in nothing
     assert broken.startswith("DataError: tokens must be an integer tensor")
+    assert number.startswith("DataError: TypeError") and "rank 0" in number

@@ -174,14 +174,14 @@ def test_a_right_step_that_is_off_makes_the_run_red() -> None:
 
 
 def test_a_function_is_replaced_wherever_the_package_looks_it_up_and_put_back() -> None:
-    from megatron_pgloss.planning import local, split
+    from megatron_pgloss.planning import split, wire
 
     one = fault(target="megatron_pgloss.planning.split:round_up", make=lambda right, at: lambda value, multiple: -1)
     right = split.round_up
     with injected(one, PLACE) as calls:
-        assert (split.round_up(5, 4), local.round_up(5, 4), right(5, 4)) == (-1, -1, 8)
+        assert (split.round_up(5, 4), wire.round_up(5, 4), right(5, 4)) == (-1, -1, 8)
     assert calls.count == 2
-    assert split.round_up is local.round_up is right
+    assert split.round_up is wire.round_up is right
 
 
 def test_properties_static_methods_and_methods_stay_what_they_are() -> None:

@@ -78,13 +78,13 @@ def test_what_travels_is_a_few_integers_whatever_the_number_of_tokens(tokens: in
     assert job.sent == [256] * 8
     job.sent.clear()
     job.cut(values_T, mask_T, 0.2)
-    assert job.sent == [768] * 8
+    assert job.sent == [1280] * 8
     job.sent.clear()
     job.lowest_draws(torch.arange(tokens), mask_T, 4)
     assert job.sent == [1] + [256] * 8
     job.sent.clear()
     job.mean(values_T, mask_T)
-    assert job.sent == [3]
+    assert job.sent == [512]
 
 
 def test_draws_are_made_of_sample_id_position_and_seed_alone() -> None:
@@ -114,7 +114,7 @@ def gated(
 
     done = pg.statistics_pass(plan, [scored(micro) for micro in plan.microbatches()])
     assert not done.needs_statistics_pass and pg.statistics_pass(done, []) is done
-    keep_T = done.table["gate/0/rl"][done.table["member/rl"]]
+    keep_T = done.components["rl"].gates[0][done.components["rl"].member_T]
     return done, keep_T.tolist()
 
 
@@ -127,7 +127,7 @@ def test_the_tokens_of_highest_entropy_are_kept(share: float, kept: str, split: 
     """Of 5 tokens the ceil(5 share) highest: 1, 2, 3, 5; the lowest two are equal and stay or go together."""
     plan, keep = gated(pg.EntropyGate(share=share), [-1.0] * 7, entropy=[0.1, 3, 0.1, 9, 0, 2, 0], split=split)
     assert keep == [c == "y" for c in kept]
-    assert f"entropy {plan.constants['gate/0/rl/entropy']:.6g}" in plan.report()
+    assert f"entropy {plan.components['rl'].thresholds[0]['entropy']:.6g}" in plan.report()
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -186,7 +186,7 @@ def test_denominators_without_what_a_gate_drops(count_rejected: bool, units: Any
         assert keep == [False, False, True, True, False]
         assert plan.counts["rl"]["token"] == 2 and plan.counts["rl"]["members"] == 5
         assert "leaves its denominators" in plan.report()
-    near(plan.table["weight/rl"][plan.table["member/rl"]], expected)
+    near(plan.components["rl"].weight_T[plan.components["rl"].member_T], expected)
     total = torch.zeros((), dtype=torch.float64)
     leaf = stream(*logp).requires_grad_()
     for micro in plan.microbatches():
@@ -205,7 +205,7 @@ def test_late_rejections_leave_the_denominators_too() -> None:
     logp = stream(-1 + math.log(2), -1 + math.log(0.5), 0, -1, 0, -1, 0)
     (micro,) = plan.microbatches()
     done = pg.statistics_pass(plan, [pg.TokenLogprobs(logprob=arrange(micro, logp), entropy=None)])
-    near(done.table["weight/rl"][done.table["member/rl"]], [0, 0, 1 / 2, 1 / 2])
+    near(done.components["rl"].weight_T[done.components["rl"].member_T], [0, 0, 1 / 2, 1 / 2])
     (micro,) = done.microbatches()
     leaf = logp.clone().requires_grad_()
     pg.policy_loss(pg.TokenLogprobs(logprob=arrange(micro, leaf), entropy=None), micro).loss.backward()
@@ -222,7 +222,7 @@ def test_weights_of_the_current_policy_of_mean_one(level: Any, mean: float) -> N
     logp = stream(-1 + math.log(2), -1 + math.log(0.5), 0, -1 + math.log(4), 0)
     scored = [pg.TokenLogprobs(logprob=arrange(micro, logp), entropy=None) for micro in plan.microbatches()]
     done = pg.statistics_pass(plan, scored)
-    near(done.constants["is_mean/0/rl"], mean, 1e-13)
+    near(done.components["rl"].means[0], mean, 1e-13)
     leaf, total = logp.clone().requires_grad_(), torch.zeros((), dtype=torch.float64)
     for micro in done.microbatches():
         total = total + pg.policy_loss(pg.TokenLogprobs(logprob=arrange(micro, leaf), entropy=None), micro).loss

@@ -134,12 +134,11 @@ def test_beside_a_policy_gradient_and_on_observations() -> None:
     torch.testing.assert_close(gradient, alone[1] + 0.5 * slope, rtol=1e-11, atol=1e-14)
 
 
-def test_a_teacher_that_is_no_number_is_a_fault_of_its_token_alone() -> None:
+def test_a_teacher_that_is_no_number_is_refused_by_the_plan() -> None:
     spec = pg.LossSpec(components=[pg.TopKDistill()])
-    loss, gradient, metrics = run(spec, ONE, broken=2)
-    assert metrics["distill/fault"] == 1 and bool(loss.isfinite()) and not gradient[1].any()
-    _, whole, _ = run(spec, ONE)
-    assert torch.equal(gradient[0], whole[0]) and bool(whole[1].any())
+    refused(
+        pg.DataError, lambda: run(spec, ONE, broken=2), "a teacher's log-prob", "got nan", "token 2, stream 'teacher"
+    )
 
 
 def test_float32_streams_and_bf16_logits() -> None:

@@ -77,7 +77,8 @@ def test_a_user_mask_may_only_narrow_what_echo_trains() -> None:
     narrowed = replace(batch, masks={"keep": keep})
     spec = pg.presets.echo(masks=[pg.UserMask(name="keep", on=("ce",))], old="policy")
     plan = pg.plan([narrowed], spec, split=ONE)
-    assert picked(batch, plan.table["member/ce"]) == [10, 15] and picked(batch, plan.table["member/rl"]) == [7, 8, 14]
+    assert picked(batch, plan.components["ce"].member_T) == [10, 15]
+    assert picked(batch, plan.components["rl"].member_T) == [7, 8, 14]
     assert plan.counts["ce"]["token"] == 3
 
 

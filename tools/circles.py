@@ -17,10 +17,7 @@ import grimp
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "megatron_pgloss"
-KNOWN: dict[str, tuple[str, ...]] = {
-    "megatron_pgloss.planning": ("plan report",),
-    "megatron_pgloss.spec": ("component kinds", "consistency equation loss_spec reads", "policy_gradient surrogates"),
-}
+KNOWN: dict[str, tuple[str, ...]] = {}
 """Room to its circles, each the names of its parts in order."""
 
 

@@ -4,7 +4,7 @@ The suite is collected once; each mutant is a fork of that process, in which the
 run until one fails. The map is made by a run of the suite (Python 3.12):
 
     python -m pytest --lines lines.json
-    python tools/mutate.py --judge suite --map lines.json --file planning/normalizers.py --file megatron/step.py
+    python tools/mutate.py --judge suite --map lines.json --file planning/token_weights.py --file megatron/step.py
 """
 
 from __future__ import annotations

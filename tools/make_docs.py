@@ -196,7 +196,8 @@ def _rules(family: str) -> str:
     for kind in kinds(FAMILIES[family]):
         rule = kind(**kind.example)
         given = kind.example.get("on") is not None
-        scope = "as `on=` says" if given else {"rl": "`rl`"}.get(rule.scope, rule.scope)
+        homes = {"actions": "all over actions"}
+        scope = "as `on=` says" if given else homes.get(rule.home, rule.home)
         cells.append((f"`{kind.__name__}`", f"`{rule.kind}`", f"`{rule.formula()}`", _what(kind), scope))
     return rows("rule | kind | prints as | what it does | acts on", cells)
 

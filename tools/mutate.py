@@ -1,6 +1,6 @@
 """Does a test notice? Puts small mistakes into one file of the package, one at a time, and runs quick tests on each.
 
-    python tools/mutate.py --file planning/normalizers.py
+    python tools/mutate.py --file planning/token_weights.py
     python tools/mutate.py --file megatron/step.py --jobs 2 --limit 40 --json found.json
     python tools/mutate.py --file maths/segments.py --judge "tests/test_streams.py"
     python tools/mutate.py --file maths/segments.py --file megatron/step.py --judge suite --map lines.json
@@ -34,7 +34,7 @@ from mutants import Mutant, mutants, put_into
 
 ROOT = Path(__file__).resolve().parent.parent
 JUDGES = {
-    "planning/normalizers.py": (
+    "planning/token_weights.py": (
         "tests/test_normalizers.py tests/test_normalizer_paths.py", "tests/test_plan.py tests/test_invariance.py",
         "tests/test_plan_ranks.py",
     ),

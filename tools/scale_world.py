@@ -20,8 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import megatron_pgloss as pg
 from megatron_pgloss.planning import Arrangement, plan, units
 from megatron_pgloss.planning.agreement import FIELDS, HEAD, ROW, Ranks
-from megatron_pgloss.planning.local import SLOTS
-from megatron_pgloss.planning.sets import reasons
+from megatron_pgloss.planning.members import reasons
+from megatron_pgloss.planning.wire import SLOTS
 
 SPLIT = pg.Split(sequences=4)
 REPLICA = 16
@@ -232,7 +232,7 @@ def _check(made: pg.Plan, step: Step) -> None:
     if any(counts[name] != value for name, value in wanted.items()):
         raise SystemExit(f"the plan counted {counts}, the step has {wanted}")
     mine_N = step.owner_N == made.ranks.data_rank
-    weight = float(made.table["weight/rl"].double().sum())
+    weight = float(made.components["rl"].weight_T.double().sum())
     share = float(step.actions_N[mine_N].sum()) / wanted["token"]
     if case.keyed:
         per_prompt = torch.bincount(step.prompt_N)

@@ -6,11 +6,11 @@ Rows are sent as Python objects: keys of prompts and episodes with a few numbers
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from megatron_pgloss.errors import LayoutError, PGLossError
+from megatron_pgloss.errors import Caught, LayoutError
 
 Rows = TypeVar("Rows")
 
@@ -51,20 +51,20 @@ def exchange(caller: str, make: Callable[[int], Rows], group: Any, options: Any 
         PGLossError: on every rank, the error of the first rank whose ``make`` raised one; or options differ.
     """
     where, rank = members(caller, group)
+    rows: Rows | None = None
+    with Caught() as here:
+        rows = make(rank)
     if where is None:
-        return [make(rank)], rank
-    mine: tuple[Rows | None, PGLossError | None, str] = (None, None, repr(options))
-    try:
-        mine = (make(rank), None, repr(options))
-    except PGLossError as error:
-        # Raised below, on every rank alike.
-        mine = (None, error, repr(options))
+        if here.error is not None:
+            raise here.error
+        return [cast(Rows, rows)], rank
     everyone: list[Any] = [None] * dist.get_world_size(where)
-    dist.all_gather_object(everyone, mine, group=where)
+    dist.all_gather_object(everyone, (rows, here.error, repr(options)), group=where)
     for number, (_, fault, _) in enumerate(everyone):
         if fault is not None:
             place = f"rank {number}" + (f", {fault.where}" if fault.where else "")
-            raise type(fault)(fault.what, expected=fault.expected, got=fault.got, where=place, fix=fault.fix)
+            found = type(fault)(fault.what, expected=fault.expected, got=fault.got, where=place, fix=fault.fix)
+            raise found from (here.error.__cause__ if here.error is not None else None)
     for number, (_, _, other) in enumerate(everyone):
         if other != everyone[0][2]:
             raise LayoutError(

@@ -8,6 +8,7 @@ across the seam between two rows of the episode. A row's advantages are an affin
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,13 +21,14 @@ from megatron_pgloss.advantages.inputs import Batches, Key, deal, merge
 from megatron_pgloss.advantages.reports import GAEReport
 from megatron_pgloss.advantages.termination import EFFECTS
 from megatron_pgloss.errors import DataError
+from megatron_pgloss.rollouts import TokenBatch
 
 
 def gae(
     batches: Batches,
     rewards: Any,
     *,
-    values: Tensor | None = None,
+    values: Tensor | Callable[[TokenBatch], Tensor] | None = None,
     last_values: Any = None,
     token_rewards: Tensor | None = None,
     gamma: float = 1.0,
@@ -48,7 +50,8 @@ def gae(
         rewards: float [S], the episode's reward, given on each of its rows and counted once, at its last action.
         values: float32/64 [T]: the value head's output at each position t, which is V of the state in which
             ``targets_T[t]`` is chosen; at a row's last position it is V of the state after the row. Default: the
-            batch's stream ``values``, which has no value after a row.
+            batch's stream ``values``, which has no value after a row. Or a function that makes ``values`` from all rows
+            as one batch.
         last_values: float [S]: V of the state after each row; default: ``values`` at the row's last position.
         token_rewards: float32/64 [T], target-aligned, on actions.
         gamma: discount in [0, 1], per action token.
@@ -69,7 +72,7 @@ def gae(
             episode's rows is unknown.
     """
     lambdas = (lam,) if value_lam is None else (lam, value_lam)
-    work: dict[str, Any] = {}
+    work: dict[str, Any] = {"local": None}
 
     def make(rank: int) -> list[tuple[Key, Row]]:
         for name, value in (("gamma", gamma), *(("lam", value) for value in lambdas)):
@@ -78,7 +81,10 @@ def gae(
         if bootstrap not in ("value", "none"):
             raise DataError(f"bootstrap={bootstrap!r}", expected="value, none")
         batch = merge(batches)
-        local = work["local"] = None if batch is None else Local(batch, rewards, values, last_values, token_rewards)
+        if batch is not None:
+            value_T = values if isinstance(values, Tensor) or values is None else values(batch)
+            work["local"] = Local(batch, rewards, value_T, last_values, token_rewards)
+        local: Local | None = work["local"]
         if local is None:
             return []
         return local.rows(rank, gamma, lambdas, order, bootstrap)

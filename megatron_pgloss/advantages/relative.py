@@ -29,9 +29,9 @@ def group_relative(
     """The episode's reward relative to its group's, on every token: ``A = (r - b) / s`` over the episodes of a prompt.
 
     Statistics are over episodes. Each counts once, however many rows it has and on whichever ranks they lie. An episode
-    whose rows all leave the loss does not vote, and its advantage is 0. A group with fewer than ``min_voters`` voters,
-    or with equal rewards, gets advantage 0 and is listed in the report. Standard deviations divide by ``n - 1``; no
-    epsilon is added.
+    whose rows all leave the loss, or have no action, does not vote, and its advantage is 0. A group with fewer than
+    ``min_voters`` voters, or with equal rewards, gets advantage 0 and is listed in the report. Standard deviations
+    divide by ``n - 1``; no epsilon is added.
 
     ======================  ================  =============================================
     ``baseline``            ``scale``         known as
@@ -70,7 +70,9 @@ def group_relative(
         reward_S, kind = numbers("rewards", rewards, ids.rows)
         more_T, _ = tokenwise("token_rewards", token_rewards, batch)
         more_S = None if more_T is None or batch is None else _row_sums(batch, more_T)
-        return ids, reward_S, kind, voting(voters, ids.rows), more_S
+        voter_S = voting(voters, ids.rows)
+        # What has no action cannot be trained, so it is nothing to compare the others with.
+        return ids, reward_S, kind, voter_S if batch is None else voter_S & _acts(batch), more_S
 
     out_S, kind, report = compute(
         "group_relative", read, baseline=baseline, scale=scale, min_voters=min_voters, group=group
@@ -132,6 +134,11 @@ def spread(batches: Batches, batch: TokenBatch | None, value_S: Tensor) -> Batch
     if batch is None:
         return deal(batches, {"advantages": value_S})
     return deal(batches, {"advantages": torch.where(batch.predicts_T, value_S[batch.seq_T], 0)})
+
+
+def _acts(batch: TokenBatch) -> Tensor:
+    """bool [S]: rows with an action."""
+    return torch.zeros(len(batch), dtype=torch.bool).index_fill_(0, batch.seq_T[batch.action_T], True)
 
 
 def _row_sums(batch: TokenBatch, stream_T: Tensor) -> Tensor:

@@ -95,10 +95,12 @@ def reinforce_plus_plus(
         return whiten(centred, voters=voters, group=group)
     if baseline != "none":
         raise DataError(f"baseline={baseline!r}", expected="none, group")
-    merged = merge(batches)
-    zero_T = None if merged is None else torch.zeros(merged.tokens_T.numel(), dtype=_kind(rewards))
+
+    def zeros(batch: TokenBatch) -> Tensor:
+        return torch.zeros(batch.tokens_T.numel(), dtype=_kind(rewards))
+
     returns, _ = gae(
-        batches, rewards, values=zero_T, token_rewards=token_rewards, gamma=gamma, lam=1.0, bootstrap="none",
+        batches, rewards, values=zeros, token_rewards=token_rewards, gamma=gamma, lam=1.0, bootstrap="none",
         group=group, caller="reinforce_plus_plus",
     )  # fmt: skip
     return whiten(returns, voters=voters, group=group)

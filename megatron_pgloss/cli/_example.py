@@ -70,8 +70,8 @@ def shares(spec: LossSpec) -> dict[str, tuple[Share, Share]]:
     made = plan([batch], spec, split=Split(microbatches=1), group="local", version=0 if spec.version_readers else None)
     found = {}
     for part in spec.components:
-        weight_T = made.table[f"weight/{part.name}"].double() * made.coef[part.name]
-        member_T = made.table[f"member/{part.name}"]
+        weight_T = made.components[part.name].weight_T.double() * made.coef[part.name]
+        member_T = made.components[part.name].member_T
         rows = []
         for row in range(len(batch)):
             here_T = member_T & (batch.seq_T == row)

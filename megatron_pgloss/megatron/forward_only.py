@@ -113,7 +113,7 @@ def settle(runtime: Runtime, made: Plan) -> None:
     """With ``old="record"``, after an update: give the rows in their first update whole rows of the log-probs that the
     loss saw, on every rank. Nothing where a replica has no such row.
     """
-    recorder = made.recorder
+    recorder = made.ledger.recorder
     if recorder is None or recorder.batch is None or not recorder.wanted:
         return
     values_T = torch.zeros(recorder.batch.tokens_T.numel(), dtype=runtime.logprob_dtype)

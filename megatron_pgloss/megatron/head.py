@@ -65,7 +65,7 @@ class GivenHead:
             raise DataError(
                 "the model's output has the wrong shape", expected=[*micro.shape, "V/tp"], got=list(output.shape)
             )
-        ids = micro.plan.spec.chosen if micro.plan.spec is not None else None
+        ids = micro.spec.chosen if micro.spec is not None else None
         return token_logprobs(
             output, micro.targets, chosen_ids=None if ids is None else micro.wide(ids), temperature=micro.temperature,
             entropy=entropy, ref_logits=ref_logits, kept=micro.kept_by(self._kept), group=self._layout.tp,
@@ -131,7 +131,7 @@ class FusedHead:
             )
         flat = _Flat(rows, positions)
         index = wanted_rows(micro).to(weight.device, non_blocking=True)
-        training = torch.is_grad_enabled() and micro.plan.spec is not None
+        training = torch.is_grad_enabled() and micro.spec is not None
         tau = micro.temperature
         lp = linear_token_logprobs(
             hidden.transpose(0, 1).reshape(-1, weight.size(1)), weight, flat.down(micro.targets),
@@ -180,11 +180,11 @@ def wanted_rows(micro: MicroBatch) -> Tensor:
     In a scoring pass: every real token. On the CPU, where the plan is: no sync.
     """
     real_N = micro.index_N >= 0
-    if micro.plan.spec is not None:
+    if micro.spec is not None:
         any_T = micro.table["action"].clone()
-        for part in micro.plan.spec.components:
+        for part in micro.spec.components:
             if not isinstance(part, Value):
-                any_T |= micro.table[f"member/{part.name}"]
+                any_T |= micro.shared.components[part.name].member_T
         real_N = real_N & (any_T[micro.index_N.clamp(min=0)] if any_T.numel() else torch.zeros_like(real_N))
     return _Flat(*micro.shape).down(real_N.reshape(micro.shape)).nonzero()[:, 0]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_pgloss.errors import LayoutError
+from megatron_pgloss.errors import Caught, LayoutError
 from megatron_pgloss.megatron.layout import Layout
 from megatron_pgloss.rollouts import TokenBatch, broken
 
@@ -21,7 +21,11 @@ def broadcast(batches: Iterable[TokenBatch] | None, *, pg_collection: Any = None
         The first rank's batches, on every rank of its replica.
     """
     layout = Layout.read(pg_collection)
-    box: list[Any] = [list(batches) if batches is not None else None]
+    box: list[Any] = [None]
+    with Caught() as here:
+        box = [list(batches) if batches is not None else None]
+    if here.error is not None:
+        box = [[broken(here.error)]]  # raised by the next plan, on every rank
     for group, rest in (
         (layout.tp, layout.cp_rank == 0 and layout.pp_rank == 0),
         (layout.cp, layout.pp_rank == 0),

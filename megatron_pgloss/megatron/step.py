@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_pgloss.errors import DataError, LayoutError, PGLossError, SpecError
+from megatron_pgloss.errors import Caught, DataError, LayoutError, SpecError
 from megatron_pgloss.megatron import counting, factors, finish, forward_only, mtp, outputs
 from megatron_pgloss.megatron.head import HeadMode
 from megatron_pgloss.megatron.reference import Reference, needed
@@ -100,10 +100,10 @@ class PolicyLossStep(Runtime):
             PGLossError: the same on every rank.
         """
         self.close()
-        try:
+        with Caught() as here:
             self.look_again()
-        except PGLossError as error:
-            batches = [broken(error)]  # the plan raises it on every rank: it may show on one stage alone
+        if here.error is not None:
+            batches = [broken(here.error)]  # the plan raises it on every rank: it may show on one stage alone
         made = self.make_plan(batches, self.spec, coef=coef, version=version)
         empty = made.job["empty_microbatches"]
         if empty and counting.has_moe_losses(self.config) and not self._allow_empty:
@@ -247,15 +247,15 @@ class PolicyLossStep(Runtime):
         ]
         metrics, place, updated = finish.collect(list(losses), wanted, made, self.layout)
         if updated:  # an evaluation is none
-            made.mark_updated()
+            made.ledger.mark_updated()
         self.close()
         results = finish.results(metrics, made)
         error = finish.nonfinite(metrics, place)
-        if made.recorder is not None and updated:
+        if made.ledger.recorder is not None and updated:
             if error is None or self.on_nonfinite == "report":
                 forward_only.settle(self, made)
             else:
-                made.recorder.forget()
+                made.ledger.recorder.forget()
         results["skipped"] = float(error is not None and self.on_nonfinite == "skip")
         if error is not None and self.on_nonfinite == "raise":
             raise error

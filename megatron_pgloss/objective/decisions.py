@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from megatron_pgloss.objective import ratios
 from megatron_pgloss.objective.grouped import group_terms
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.planning import MicroBatch, Plan
+from megatron_pgloss.planning.component_table import Decided, GroupTerm
 from megatron_pgloss.planning.select import Job, draws
 from megatron_pgloss.rules import corrections, gates
 from megatron_pgloss.spec import (
@@ -37,40 +38,31 @@ from megatron_pgloss.spec import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decided:
-    """The findings of a statistics pass, per token and as numbers."""
-
-    streams: dict[str, Tensor] = field(default_factory=dict)
-    """``gate/<i>/<component>``: bool [T], True passes; and `grouped.group_streams`. Read by the loss."""
-    rejected: dict[str, Tensor] = field(default_factory=dict)
-    """Component to bool [T]: what gates and late corrections reject, where ``count_rejected=False``."""
-    constants: dict[str, float] = field(default_factory=dict)
-    """Thresholds and means, equal on every rank."""
-
-
-def decide(plan: Plan, micro: MicroBatch, logp_T: Tensor, entropy_T: Tensor | None) -> Decided:
-    """Decide gates and mean weights of ``plan``. A collective over the data-parallel ranks.
+def decide(plan: Plan, micro: MicroBatch, logp_T: Tensor, entropy_T: Tensor | None) -> dict[str, Decided]:
+    """Decide gates and mean weights of ``plan``, for every component. A collective over the data-parallel ranks.
 
     Args:
-        micro: all rows of this rank as one micro-batch (`megatron_pgloss.planning.microbatch.whole`).
+        micro: all rows of this rank as one micro-batch (`Plan.whole`).
         logp_T: log-probs of the policy at the start of the step; entropy_T where the spec reads it.
     """
     assert plan.spec is not None
-    found, job = Decided(), Job(plan.ranks)
+    findings, job = {}, Job(plan.ranks)
     for part in plan.spec.components:
         x = Streams(micro, part, plan.spec, logp_T, entropy_T)
         if isinstance(part, PolicyGradient) and (part.has_ratio or part.ratio == "none"):
             x.log_ratio = ratios.log_ratio(part.axis, x)
+        group: GroupTerm | None = None
         if isinstance(part, PolicyGradient) and part.needs_statistics_pass:
-            found.streams.update(group_terms(part, x, plan))
+            group = group_terms(part, x, plan)
+        found = Decided(group=group)
         passes_T = _gates(part, x, plan, job, found)
         passes_T = passes_T & _corrections(part, x, plan.spec, job, found)
         rejecting: list[object] = [gate for gate in plan.spec.gates if gate.acts_on(part)]
         rejecting += [rule for rule in plan.spec.corrections_on(part, late=True) if rule.rejects]
         if not part.count_rejected and rejecting:
-            found.rejected[part.name] = x.members & ~passes_T
-    return found
+            found = replace(found, rejected_T=x.members & ~passes_T)
+        findings[part.name] = found
+    return findings
 
 
 def _gates(part: Component, x: Streams, plan: Plan, job: Job, found: Decided) -> Tensor:
@@ -80,7 +72,7 @@ def _gates(part: Component, x: Streams, plan: Plan, job: Job, found: Decided) ->
         if not gate.acts_on(part):
             continue
         if gate.needs_statistics_pass:
-            spared_T = DECIDE[gate.kind](gate, x, Scene(plan, job, found.constants, f"gate/{i}/{part.name}"))
+            spared_T = DECIDE[gate.kind](gate, x, Scene(plan, job, found.thresholds.setdefault(i, {})))
         elif not part.count_rejected:
             spared_T = gates.passes(gate, x)
             if spared_T.dtype != torch.bool:
@@ -92,7 +84,7 @@ def _gates(part: Component, x: Streams, plan: Plan, job: Job, found: Decided) ->
                 )
         else:
             continue
-        found.streams[f"gate/{i}/{part.name}"] = spared_T
+        found.gates[i] = spared_T
         passes_T = passes_T & spared_T
     return passes_T
 
@@ -119,7 +111,7 @@ def _corrections(part: Component, x: Streams, spec: LossSpec, job: Job, found: D
     for i, rule, weight_T in weighed:
         counted_T = trained_T if rule.statistic_unit is None else _one_each(units[rule.statistic_unit], trained_T)
         mean = job.mean(weight_T, counted_T)
-        found.constants[f"is_mean/{i}/{part.name}"] = mean or 1.0  # nothing is trained: nothing is divided
+        found.means[i] = mean or 1.0  # nothing is trained: nothing is divided
     return passes_T
 
 
@@ -140,10 +132,8 @@ class Scene:
     plan: Plan
     job: Job
     """Statistics over the tokens of all data-parallel ranks."""
-    constants: dict[str, float]
-    """Takes the threshold that was found, for the report."""
-    place: str
-    """Name of the gate on its component."""
+    thresholds: dict[str, float]
+    """Takes the threshold that was found, by name, for the report."""
 
 
 def _entropy_quantile(gate: EntropyGate, x: Streams, scene: Scene) -> Tensor:
@@ -153,7 +143,7 @@ def _entropy_quantile(gate: EntropyGate, x: Streams, scene: Scene) -> Tensor:
     # The k-th largest; equal entropies pass together.
     k = max(_share(gate.share, number), 1)
     least = scene.job.smallest(x.entropy, x.members, number - k + 1)
-    scene.constants[f"{scene.place}/entropy"] = least
+    scene.thresholds["entropy"] = least
     return x.entropy.detach().double() >= least
 
 
@@ -162,7 +152,7 @@ def _second_moment(gate: SecondMomentGate, x: Streams, scene: Scene) -> Tensor:
     gap_T = (x.logp - base_T).detach().double()
     outward_T = x.members & (((x.advantage > 0) & (gap_T > 0)) | ((x.advantage < 0) & (gap_T < 0)))
     least = scene.job.cut(gap_T.square(), outward_T, gate.threshold)
-    scene.constants[f"{scene.place}/second_moment"] = least
+    scene.thresholds["second_moment"] = least
     return ~(outward_T & (gap_T.square() >= least))
 
 

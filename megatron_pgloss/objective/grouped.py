@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.planning import Plan, Ranks
+from megatron_pgloss.planning.component_table import GroupTerm
 from megatron_pgloss.spec import REAL, PolicyGradient
 
 Key = tuple[int, int]
@@ -23,12 +24,7 @@ Sequence = tuple[Key, int, float]
 """A labelled sequence: its prompt's key, its label, its log-ratio."""
 
 
-def group_streams(component: str) -> tuple[str, str]:
-    """Names of the streams of value and slope in the plan's table."""
-    return f"group/value/{component}", f"group/slope/{component}"
-
-
-def group_terms(part: PolicyGradient, x: Streams, plan: Plan) -> dict[str, Tensor]:
+def group_terms(part: PolicyGradient, x: Streams, plan: Plan) -> GroupTerm:
     """Value and slope of ``part`` at every token, float [T] each. Two gathers over the data-parallel ranks: of counts,
     then of four integers per labelled sequence.
 
@@ -44,13 +40,13 @@ def group_terms(part: PolicyGradient, x: Streams, plan: Plan) -> dict[str, Tenso
         logit = -label * log_ratio / part.surrogate.tau
         value_R[i] = total / number
         slope_R[i] = -label * math.exp(logit - total) / part.surrogate.tau
-    kind = plan.table[f"weight/{part.name}"].dtype
-    out = {}
-    for name, of_R in zip(group_streams(part.name), (value_R, slope_R), strict=True):
+    kind = plan.components[part.name].weight_T.dtype
+    out = []
+    for of_R in (value_R, slope_R):
         of_S = torch.zeros(0 if plan.batch is None else len(plan.batch), dtype=torch.float64)
         of_S[row_R] = of_R
-        out[name] = (of_S if plan.batch is None else of_S[plan.batch.seq_T]).to(kind)
-    return out
+        out.append((of_S if plan.batch is None else of_S[plan.batch.seq_T]).to(kind))
+    return GroupTerm(value=out[0], slope=out[1])
 
 
 def _labelled(x: Streams, plan: Plan) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,7 @@ def check_decided(part: Component, micro: MicroBatch) -> None:
     Raises:
         DataError: something is decided over the whole step, and the step was planned without a statistics pass.
     """
-    if micro.plan.needs_statistics_pass:
+    if micro.shared.needs_statistics_pass:
         raise DataError(
             "this loss is decided over the whole step (a gate, a mean weight, the loss of a group, or denominators "
             "without what is rejected), which was planned without it",
@@ -86,7 +86,7 @@ def late(part: Component, x: Streams, micro: MicroBatch, spec: LossSpec) -> Late
 
 def _verdict(i: int, part: Component, x: Streams, micro: MicroBatch, spec: LossSpec) -> Tensor:
     gate = spec.gates[i]
-    decided = micro.stream(f"gate/{i}/{part.name}")
+    decided = micro.gate(part.name, i)
     if decided is not None:
         return decided.reshape(-1)
     return gates.passes(gate, x)
@@ -115,6 +115,6 @@ def _corrections(
             cut_N = (raw_N > rule.high) | (raw_N < rule.low)
             truncated_N = cut_N if truncated_N is None else truncated_N | cut_N
             if rule.normalize:
-                one_N = one_N / micro.plan.constants[f"is_mean/{spec.corrections.index(rule)}/{part.name}"]
+                one_N = one_N / micro.mean_weight(part.name, spec.corrections.index(rule))
         weight_N = one_N if weight_N is None else weight_N * one_N
     return weight_N, truncated_N, passes_N

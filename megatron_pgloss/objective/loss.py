@@ -71,9 +71,11 @@ def policy_loss(
     """
     inputs = _flat(lp, value, micro)
     if any(stream.requires_grad for stream in inputs.values()):
-        micro.plan.check_open()
-        micro.plan.mark_updated()
-        micro.plan.record(micro, inputs["logp"] if "logp" in inputs else next(iter(inputs.values())).detach())
+        ledger = micro.shared.ledger
+        ledger.check_open()
+        ledger.mark_updated()
+        kept_N = inputs["logp"] if "logp" in inputs else next(iter(inputs.values())).detach()
+        ledger.record(micro.number, micro.index_N, kept_N)
     return _composed(inputs, micro, keep_tokens)
 
 
@@ -91,7 +93,8 @@ def loss_gradients(lp: TokenLogprobs, micro: MicroBatch) -> tuple[Tensor, Tensor
 
 
 def _composed(inputs: dict[str, Tensor], micro: MicroBatch, keep_tokens: bool) -> LossOutput:
-    spec, plan = micro.plan.spec, micro.plan
+    spec = micro.spec
+    assert spec is not None  # `_flat` looked
     leaf_N = next(iter(inputs.values()))
     logp_N = inputs.get("logp", leaf_N.detach())
     # A shard without members still takes this path: every collective is entered, and the zero is connected.
@@ -103,7 +106,7 @@ def _composed(inputs: dict[str, Tensor], micro: MicroBatch, keep_tokens: bool) -
     for x, seen in zip(streams, _terms(streams, micro, spec), strict=True):
         part = x.component
         term_N, worth, bad_N = _weighted(seen.late.act(seen.term_N), x, micro.weight(part.name).reshape(-1))
-        total = total + plan.coef[part.name] * worth
+        total = total + micro.shared.coef[part.name] * worth
         metrics |= measure(part, x, worth, bad_N, seen, micro, spec)
         if keep_tokens:
             tokens[part.name] = _report(part, x, term_N, seen, micro)
@@ -128,7 +131,7 @@ def weighted_sum(values: Tensor, micro: MicroBatch, component: str) -> Tensor:
 
 def _flat(lp: TokenLogprobs | None, value: Tensor | None, micro: MicroBatch) -> dict[str, Tensor]:
     """The model's outputs by name, [N] each; the log-prob first where there is one."""
-    spec = micro.plan.spec
+    spec = micro.spec
     if spec is None:
         raise DataError("this micro-batch was planned without a spec", fix="plan(batches, spec, ...)")
     given: dict[str, Tensor | None] = {"logp": None, "entropy": None, "kl": None}

@@ -193,11 +193,10 @@ def _policy(part: PolicyGradient, x: Streams, over: Among, seen: Seen) -> dict[s
 
 def _weights(part: Component, x: Streams, late: Late, micro: MicroBatch) -> dict[str, Metric]:
     """Importance weights of the plan and of the loss, over the members before any rejection."""
-    before, cut = micro.stream(f"before/{part.name}"), micro.stream(f"is_truncated/{part.name}")
-    weight = micro.stream(f"is_weight/{part.name}")
-    over = Among(x.members if before is None else before.reshape(-1))
-    weight_N = torch.ones_like(x.logp, dtype=torch.float64) if weight is None else weight.reshape(-1).double()
-    cut_N = torch.zeros_like(x.members) if cut is None else cut.reshape(-1)
+    made = micro.corrected(part.name)
+    over = Among(x.members if made is None else made.before.reshape(-1))
+    weight_N = torch.ones_like(x.logp, dtype=torch.float64) if made is None else made.weight.reshape(-1).double()
+    cut_N = torch.zeros_like(x.members) if made is None else made.truncated.reshape(-1)
     if late.weight_N is not None:
         weight_N = weight_N * late.weight_N
     if late.truncated_N is not None:

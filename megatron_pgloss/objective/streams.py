@@ -82,6 +82,9 @@ class Streams(UnitStatistics):
             )
         if given.dim() > len(self._micro.shape):
             raise DataError(f"stream {stream!r} has several numbers a token", expected="one", fix="x.wide(name)")
+        return self._seen(given)
+
+    def _seen(self, given: Tensor) -> Tensor:
         given_N = given.reshape(-1)
         return selected(self._visible, given_N) if given.is_floating_point() else torch.where(self.visible, given_N, 0)
 
@@ -100,6 +103,13 @@ class Streams(UnitStatistics):
     def number(self, given: float | str) -> float | Tensor:
         """A parameter that is a number or the name of a stream."""
         return self._constant(given) if isinstance(given, str) else given
+
+    @property
+    def group_term(self) -> tuple[Tensor, Tensor]:
+        """Value and slope of the component's group of rollouts at every token, constant, from the statistics pass."""
+        found = self._micro.group_term(self.component.name)
+        assert found is not None  # `late.check_decided` looked
+        return self._seen(found.value), self._seen(found.slope)
 
     @property
     def advantage(self) -> Tensor:

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_pgloss.maths import bounded, flags, selected
-from megatron_pgloss.objective.grouped import group_streams
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.objective.users import checked
 from megatron_pgloss.spec import CISPO, DRO, FIPO, GMPO, REAL, SAPO, TOPR, VESPO, Clip, Surrogate
@@ -161,7 +160,7 @@ def fipo(x: Streams, part: FIPO) -> Term:
 def real(x: Streams, part: REAL) -> Term:
     """``softplus(-sign(A) s / tau)``; 0 without a label. By group, what the statistics pass found of it."""
     if part.form == "group":
-        value_N, slope_N = (x.stream(name) for name in group_streams(x.component.name))
+        value_N, slope_N = x.group_term
         return value_N + slope_N * (x.log_ratio - x.log_ratio.detach()), None
     label_N = x.advantage.sign()
     return torch.where(label_N == 0, 0, F.softplus(-label_N * x.log_ratio / part.tau)), None

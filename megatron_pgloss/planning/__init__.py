@@ -1,7 +1,8 @@
 """Before the first forward pass: masks, normalisers, agreement of all ranks, micro-batches."""
 
 from megatron_pgloss.planning.agreement import Ranks
-from megatron_pgloss.planning.microbatch import Arrangement, MicroBatch
+from megatron_pgloss.planning.arrangement import Arrangement
+from megatron_pgloss.planning.microbatch import MicroBatch
 from megatron_pgloss.planning.minibatches import minibatches
 from megatron_pgloss.planning.plan import Plan, plan
 from megatron_pgloss.planning.split import Split

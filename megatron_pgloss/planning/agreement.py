@@ -25,6 +25,7 @@ FIELDS = (
     "error", "spec", "version", "batch", "data_rank", "streams", "microbatches", "rows", "tokens", "width",
     "bin_rows", "bin_tokens", "unit_rows", "double", "excluded", "setup", "actions",
 )  # fmt: skip
+PLAN = "split, coefficients or plan options"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,33 +67,34 @@ class Ranks:
         return out.cpu()
 
 
-def pack(head: dict[str, int], body: Tensor, error: PGLossError | None) -> Tensor:
+def pack(head: dict[str, int], body: Tensor) -> Tensor:
     """One rank's row.
 
     Args:
         head: values of `FIELDS`.
         body: int64 [<= BODY], counts.
-        error: this rank's fault; its text takes the body's place.
     """
     row = torch.zeros(ROW, dtype=torch.int64)
-    if error is None:
-        row[HEAD : HEAD + body.numel()] = body
-    else:
-        head = {**head, "error": 1 + sorted(KINDS).index(type(error).__name__)}
-        text = _text(error, BODY * 8 - 8)
-        raw = torch.frombuffer(bytearray(text.ljust((len(text) + 7) // 8 * 8, b" ")), dtype=torch.int64)
-        row[HEAD] = len(text)
-        row[HEAD + 1 : HEAD + 1 + raw.numel()] = raw
+    row[HEAD : HEAD + body.numel()] = body
     for name, value in head.items():
         row[FIELDS.index(name)] = value
     return row
 
 
-def raise_agreed(rows: Tensor) -> None:
+def pack_error(error: PGLossError) -> Tensor:
+    """The row of a rank with a fault: its text takes the place of the counts."""
+    text = _text(error, BODY * 8 - 8)
+    raw = torch.frombuffer(bytearray(text.ljust((len(text) + 7) // 8 * 8, b" ")), dtype=torch.int64)
+    name = type(error).__name__ if type(error).__name__ in KINDS else PGLossError.__name__
+    return pack({"error": 1 + sorted(KINDS).index(name)}, torch.cat([torch.tensor([len(text)]), raw]))
+
+
+def raise_agreed(rows: Tensor, options: str = PLAN) -> None:
     """Raise, on every rank alike, what any rank reported or what the rows disagree on.
 
     Args:
         rows: int64 [world, ROW].
+        options: what ``setup`` is made of.
 
     Raises:
         PGLossError: the first faulty rank's error, or a disagreement on spec, version, streams or a replica's batch.
@@ -102,7 +104,7 @@ def raise_agreed(rows: Tensor) -> None:
         faulty = codes.nonzero().flatten().tolist()
         raise _unpack(rows[faulty[0]], faulty)
     for name, what, fix in _EQUAL:
-        _equal(rows[:, FIELDS.index(name)], what, fix)
+        _equal(rows[:, FIELDS.index(name)], what.format(options), fix)
     _streams(rows)
     batch, data_rank = (rows[:, FIELDS.index(name)].contiguous() for name in ("batch", "data_rank"))
     first = firsts(rows)
@@ -132,7 +134,7 @@ def firsts(rows: Tensor) -> Tensor:
 _EQUAL = (
     ("spec", "ranks have different loss specs", "build the spec from one file or argument on every rank"),
     ("version", "ranks run different versions of megatron_pgloss", "install one version everywhere"),
-    ("setup", "ranks differ in split, coefficients or plan options", "pass the same arguments on every rank"),
+    ("setup", "ranks differ in {}", "pass the same arguments on every rank"),
 )
 
 

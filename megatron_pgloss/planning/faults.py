@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
-from torch import Tensor
 
 from megatron_pgloss.errors import DataError, PGLossError
-from megatron_pgloss.planning import kept_sets
-from megatron_pgloss.planning.sets import ComponentSet, base, component_set
-from megatron_pgloss.planning.units import per_row
+from megatron_pgloss.planning import kept_sets, values
+from megatron_pgloss.planning.members import ComponentSet, component_set, empty_rows
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.rollouts.streams import BY_NAME, OPTIONAL, argument_of
 from megatron_pgloss.spec import LossSpec
 from megatron_pgloss.spec.levels import KEYED
-
-ABOVE_ZERO = 2.0**-10
-"""How far above 0 rounding can put a log-prob. In float32, log p = z - lse carries two roundings of half a unit in the
-last place, which add up to this for logits of 2^13. A float64 stream has the same bound: it often holds numbers that
-were computed in float32 (numpy and JSON widen them). A probability above 1.001 is no rounding, and a negative
-log-likelihood that was given for a log-prob lies far above."""
 
 
 def check(batch: TokenBatch, spec: LossSpec, *, vocab_size: int | None = None) -> list[ComponentSet]:
@@ -44,7 +34,7 @@ def check(batch: TokenBatch, spec: LossSpec, *, vocab_size: int | None = None) -
     sets = [component_set(batch, part, plain) for part in spec.components]
     for tokens in sets:
         kept_sets.check_inside(batch, spec, tokens.member_T)
-    _finite(batch, spec, sets)
+    values.check(batch, spec, sets)
     _empty_sequences(batch, spec)
     _turns(batch, spec, sets)
     _updated(batch, spec)
@@ -138,70 +128,6 @@ def _temperature(batch: TokenBatch) -> None:
             where=batch.where(at, "temperature"),
             fix="greedy sampling has no log-prob to train on",
         )
-
-
-def _finite(batch: TokenBatch, spec: LossSpec, sets: list[ComponentSet]) -> None:
-    for tokens in sets:
-        part, member_T = tokens.component, tokens.member_T
-        streams: dict[str, Tensor] = {}
-        for stream in spec.streams_of(part):
-            streams[stream] = batch.streams[stream]
-        for rule in spec.corrections:
-            if rule.ratio_of is not None and rule.acts_on(part):
-                streams["rollout"] = batch.streams["rollout"]
-                streams |= {"old": batch.streams["old"]} if rule.ratio_of == "old" and spec.old == "given" else {}
-        if spec.old == "record" and part.over == "action":
-            streams["old"] = batch.streams["old"]  # 0 in a row's first update
-        if part.name in batch.weights:
-            streams[f"weights[{part.name!r}]"] = batch.weights[part.name]
-        if part.divide_by == "weights" and part.name in batch.weights:
-            weight_T = batch.weights[part.name]
-            unfit_T = tokens.count_T & ~((weight_T >= 0) & weight_T.isfinite())
-            if bool(unfit_T.any()):
-                at = int(unfit_T.to(torch.int8).argmax())
-                raise DataError(
-                    f"{part.name} divides by its weights, and one is negative or not finite",
-                    expected=">= 0 at every counted token",
-                    got=float(weight_T[at]),
-                    where=batch.where(at, f"weights[{part.name!r}]"),
-                )
-        for name, stream_T in streams.items():
-            if stream_T.dim() > 1:
-                continue  # read where the ids beside it are, which its reader knows
-            limit = ABOVE_ZERO if name in BY_NAME and BY_NAME[name].dtype == "log-prob" else math.inf
-            if not stream_T.numel():
-                continue
-            ends = torch.stack(stream_T.aminmax())
-            if bool(ends.isfinite().all() & (ends <= limit).all()):
-                continue
-            bad_T = member_T & ~stream_T.isfinite()
-            if bool(bad_T.any()):
-                at = int(bad_T.to(torch.int8).argmax())
-                raise DataError(
-                    f"a non-finite value inside component {part.name!r}",
-                    expected="finite values at its members",
-                    got=f"{float(stream_T[at])} ({int(bad_T.sum())} such tokens)",
-                    where=batch.where(at, name),
-                    fix="mend the source, or mask the token; values outside a component never matter",
-                )
-            above_T = member_T & (stream_T > limit)
-            if bool(above_T.any()):
-                at = int(above_T.to(torch.int8).argmax())
-                raise DataError(
-                    f"a log-prob above 0 inside component {part.name!r}",
-                    expected=f"at most 0, but for rounding ({ABOVE_ZERO:g})",
-                    got=f"{float(stream_T[at])} ({int(above_T.sum())} such tokens)",
-                    where=batch.where(at, name),
-                    fix="give log-probs, not negative log-likelihoods; values outside a component never matter",
-                )
-
-
-def empty_rows(batch: TokenBatch, spec: LossSpec) -> Tensor:
-    """bool [S]: rows with tokens but without a member of any component before rules."""
-    any_T = torch.zeros_like(batch.action_T)
-    for part in spec.components:
-        any_T = any_T | base(batch, part)
-    return (batch.lengths_S > 0) & (per_row(any_T, batch.cu_S1) == 0)
 
 
 def _empty_sequences(batch: TokenBatch, spec: LossSpec) -> None:

@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_pgloss.errors import DataError
+from megatron_pgloss.planning import agreement
 from megatron_pgloss.planning.agreement import Ranks
-from megatron_pgloss.rollouts import TokenBatch, broken
+from megatron_pgloss.planning.carried import Carried
+from megatron_pgloss.rollouts import TokenBatch
+from megatron_pgloss.spec.base import nearest
 
 
 def minibatches(
@@ -29,75 +32,94 @@ def minibatches(
 
     Args:
         batches: this rank's rollouts; ``[]`` is legal.
-        by: what stays together; ``sequence`` needs sample ids in a world of several ranks.
+        count: how many steps, at least 1.
+        by: what stays together. ``sequence`` goes by sample ids, which it needs in a world of several ranks; without
+            them, in one process, by the rows' places.
         seed: of the deal; change it from batch to batch.
         group: process group to agree in; None: the world if there is one; ``"local"``: this process alone.
 
-    Yields:
+    Returns:
         Exactly ``count`` lists, one list of batches each, some possibly without rows.
 
     Raises:
-        DataError: ids of the unit are absent (kept in the batch and raised by `plan` in a world of several ranks).
+        DataError: ids of the unit are absent, fewer units than steps, ``count`` below 1, an unknown unit.
+        LayoutError: ranks ask for other deals. Every error is raised on all ranks alike.
     """
     local = isinstance(group, str) and group == "local"
     everyone = dist.is_available() and dist.is_initialized() and not local
     if group is None and everyone:
         group = dist.group.WORLD
     ranks = Ranks.of(group) if everyone else Ranks()
-    fault: DataError | None = None
     keys: list[list[tuple[int, int]]] = []
-    try:
-        keys = [[_key(batch, row, by, seed, ranks.world_size) for row in range(len(batch))] for batch in batches]
-    except DataError as error:
-        if ranks.world_size == 1:
-            raise
-        fault = error
-    broken_here = fault is not None or any(batch.fault is not None for batch in batches)
-    everywhere, whole = _everywhere(keys, broken_here, ranks)
-    order = {key: place for place, key in enumerate(everywhere)}
-    if whole and len(order) < count:
+    with Carried() as here:
+        _check(count, by, seed)
+        for place, batch in enumerate(batches):
+            if batch.fault is not None:
+                raise batch.fault
+            keys.append([_key(batch, place, row, by, seed, ranks.world_size) for row in range(len(batch))])
+        mine = sorted({key for of in keys for key in of})
+        options = agreement.digest(repr((count, by, seed)).encode())
+        here.row = agreement.pack({"setup": options}, torch.tensor([len(mine)]))
+    rows = here.gather(ranks, "minibatches' count, by or seed")
+    everywhere = _everywhere(mine, int(rows[:, agreement.HEAD].max()), ranks)
+    if len(everywhere) < count:
         # The same on every rank, and better said here than as a step without a single action.
         raise DataError(
             f"fewer {by}s than steps",
             expected=f"at least {count}",
-            got=len(order),
-            fix=f"minibatches(..., {len(order)})",
+            got=len(everywhere),
+            fix=f"minibatches(..., {len(everywhere)})" if everywhere else "give rows",
         )
+    return _dealt(batches, count, keys, {key: place for place, key in enumerate(everywhere)})
+
+
+def _dealt(
+    batches: Sequence[TokenBatch], count: int, keys: list[list[tuple[int, int]]], order: dict[tuple[int, int], int]
+) -> Iterator[list[TokenBatch]]:
     for step in range(count):
-        if fault is not None:
-            yield [broken(fault)]
-            continue
         mini = []
         for batch, of in zip(batches, keys, strict=True):
             rows = [row for row, key in enumerate(of) if order[key] % count == step]
-            # A batch that carries an error goes into every step: the plan raises it.
-            mini += [batch] if batch.fault is not None else [batch.select(rows)] if rows else []
+            mini += [batch.select(rows)] if rows else []
         yield mini
 
 
-def _key(batch: TokenBatch, row: int, by: str, seed: int, world: int) -> tuple[int, int]:
-    wanted = {"prompt": ("prompt",), "episode": ("prompt", "episode"), "sequence": ("prompt", "episode", "sample")}[by]
+def _check(count: int, by: str, seed: int) -> None:
+    for name, value in (("count", count), ("seed", seed)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise DataError(f"minibatches: {name} is not an integer", got=repr(value))
+    if count < 1:
+        raise DataError("minibatches: count must be positive", expected="at least 1 step", got=count)
+    if by not in _IDS:
+        raise DataError(f"minibatches(by={by!r})", expected=" | ".join(_IDS), fix=nearest(str(by), list(_IDS)))
+
+
+_IDS = {"prompt": ("prompt",), "episode": ("prompt", "episode"), "sequence": ("prompt", "episode", "sample")}
+"""What stays together to the ids that its key is made of, where they are given."""
+
+
+def _key(batch: TokenBatch, place: int, row: int, by: str, seed: int, world: int) -> tuple[int, int]:
     parts: list[Any] = []
-    for name in wanted:
+    for name in _IDS[by]:
         ids = getattr(batch, f"{name}_ids")
         if ids is not None:
             parts.append(ids[row])
         elif name == by or (by == "sequence" and name == "sample" and world > 1):
             raise DataError(f"minibatches(by={by!r}) needs {name}_ids", fix=f"give {name}_ids= to the TokenBatch")
     if by == "sequence" and batch.sample_ids is None:
-        parts.append(id(batch.records_S[row]))
+        parts += [place, row]
     raw = hashlib.blake2b(repr((seed, by, *parts)).encode(), digest_size=16).digest()
     return (int.from_bytes(raw[:8], "big", signed=True), int.from_bytes(raw[8:], "big", signed=True))
 
 
-def _everywhere(
-    keys: list[list[tuple[int, int]]], broken_here: bool, ranks: Ranks
-) -> tuple[list[tuple[int, int]], bool]:
-    """Keys of all ranks' units in order, and whether no rank carries an error."""
-    mine = sorted({key for of in keys for key in of})
-    sizes = ranks.gather(torch.tensor([len(mine), int(broken_here)]), ranks.world, ranks.world_size)
-    rows = torch.zeros(int(sizes[:, 0].max()), 3, dtype=torch.int64)
+def _everywhere(mine: list[tuple[int, int]], most: int, ranks: Ranks) -> list[tuple[int, int]]:
+    """Keys of all ranks' units in order.
+
+    Args:
+        most: how many any rank has.
+    """
+    rows = torch.zeros(most, 3, dtype=torch.int64)
     for i, key in enumerate(mine):
         rows[i] = torch.tensor((1, *key))
     table = ranks.gather(rows, ranks.world, ranks.world_size).reshape(-1, 3)
-    return sorted({(int(a), int(b)) for flag, a, b in table.tolist() if flag}), not bool(sizes[:, 1].any())
+    return sorted({(int(a), int(b)) for flag, a, b in table.tolist() if flag})

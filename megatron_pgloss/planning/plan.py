@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,55 +10,81 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pgloss.errors import DataError, LayoutError, PGLossError, SpecError
-from megatron_pgloss.planning import agreement, microbatch
-from megatron_pgloss.planning.agreement import FIELDS, Ranks
-from megatron_pgloss.planning.assembly import Counts, job_counts, mean_weights, token_table, unit_totals
-from megatron_pgloss.planning.local import Local, body, coefficients, head, prepare
-from megatron_pgloss.planning.microbatch import Arrangement, MicroBatch
-from megatron_pgloss.planning.recording import Recorder
-from megatron_pgloss.planning.split import Split, legal_count, refine, round_up
+from megatron_pgloss.errors import LayoutError
+from megatron_pgloss.planning import wire
+from megatron_pgloss.planning.agreement import Ranks
+from megatron_pgloss.planning.arrangement import Arrangement, Source, packed, padded, whole
+from megatron_pgloss.planning.carried import Carried
+from megatron_pgloss.planning.component_table import ComponentTable
+from megatron_pgloss.planning.counts import Local, count
+from megatron_pgloss.planning.ledger import Ledger
+from megatron_pgloss.planning.microbatch import MicroBatch, Shared
+from megatron_pgloss.planning.preflight import Request, preflight, request
+from megatron_pgloss.planning.report import report
+from megatron_pgloss.planning.split import Split, refine, round_up
+from megatron_pgloss.planning.tables import component_tables, token_table
+from megatron_pgloss.planning.token_weights import unit_totals
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.spec import LossSpec
-
-_SERIAL = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
     """One optimizer step: who trains what with which weight, cut into micro-batches. Made by `plan`."""
 
-    spec: LossSpec | None
-    coef: dict[str, float]
-    """Coefficient of every component in this step."""
-    split: Split
-    arrangement: Arrangement
+    request: Request
+    """What was asked for: spec, split, coefficients, version."""
     ranks: Ranks
-    batch: TokenBatch | None
-    """This rank's rows, or None."""
+    local: Local = field(repr=False)
+    """This rank's rows, and what was counted on them."""
     table: dict[str, Tensor]
-    """Target-aligned streams [T] of this rank, with ``weight/<name>`` and ``member/<name>``."""
+    """Target-aligned streams [T] of this rank."""
+    components: dict[str, ComponentTable]
+    """Every component's weights, members and constants."""
     parts: list[list[int]]
     """Rows of every micro-batch."""
     height: int
     """Rows per micro-batch, where fixed."""
     width: int
     """Agreed width of padded rows, or tokens of a packed row, where fixed."""
-    counts: Counts
-    """Component to counts over all ranks: `local.SLOTS`, prompts and episodes where named, and one per mask reason."""
+    counts: wire.Counts
+    """Component to counts over all ranks: `wire.SLOTS`, prompts and episodes where named, and one per mask reason."""
     job: dict[str, int]
     """Rows, tokens, tokens the policy sampled, excluded rows, empty ranks and micro-batches, over all ranks."""
-    serial: int
-    version: int | None = None
-    """Version of the weights being trained, where given."""
-    constants: dict[str, float] = field(default_factory=dict)
-    """Mean weights of normalised corrections, and thresholds that a statistics pass found; the same on every rank."""
+    ledger: Ledger
+    """Which rows were updated on, and what was recorded of them."""
     decided: bool = False
     """Whether a statistics pass was made."""
-    local: Local = field(default_factory=Local, repr=False)
-    """What this rank counted."""
-    recorder: Recorder | None = field(default=None, repr=False)
-    """Keeps the log-probs of first updates, with ``old="record"``."""
+
+    @property
+    def spec(self) -> LossSpec | None:
+        """What is trained; None in a forward-only plan."""
+        return self.request.spec
+
+    @property
+    def coef(self) -> dict[str, float]:
+        """Coefficient of every component in this step."""
+        return self.request.coef
+
+    @property
+    def split(self) -> Split:
+        """How rows become micro-batches."""
+        return self.request.split
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """How rows are laid out for the model."""
+        return self.request.arrangement
+
+    @property
+    def version(self) -> int | None:
+        """Version of the weights being trained, where given."""
+        return self.request.version
+
+    @property
+    def batch(self) -> TokenBatch | None:
+        """This rank's rows, or None."""
+        return self.local.batch
 
     @property
     def num_microbatches(self) -> int:
@@ -94,13 +117,25 @@ class Plan:
         """The step's micro-batches in order, on ``device`` (default: where the tokens came from)."""
         home = self.batch.device if self.batch is not None else torch.device("cpu")
         place = torch.device(device) if device is not None else home
+        source = self._source()
         for number, rows in enumerate(self.parts):
-            yield self._arrange(number, rows, place)
+            yield self._arrange(number, rows, source, place)
 
-    def _arrange(self, number: int, rows: list[int], device: torch.device) -> MicroBatch:
+    def whole(self) -> MicroBatch:
+        """All rows of this rank as one micro-batch on the CPU: for statistics over whole rows, not for a model."""
+        return whole(self._source())
+
+    def _source(self) -> Source:
+        shared = Shared(
+            spec=self.spec, coef=self.coef, table=self.table, components=self.components, ledger=self.ledger,
+            num_microbatches=self.num_microbatches, needs_statistics_pass=self.needs_statistics_pass,
+        )  # fmt: skip
+        return Source(batch=self.batch, units=self.local.units, arrangement=self.arrangement, shared=shared)
+
+    def _arrange(self, number: int, rows: list[int], source: Source, device: torch.device) -> MicroBatch:
         fixed = self.arrangement.fixed
         if self.split.packed:
-            return microbatch.packed(number, rows, self, width=self.width if fixed else None, device=device)
+            return packed(number, rows, source, width=self.width if fixed else None, device=device)
         width, height = self.width, self.height
         if not fixed:
             # An empty micro-batch keeps one row of padding: the model must run and its collectives be entered.
@@ -109,40 +144,20 @@ class Plan:
                 longest = max((int(self.batch.lengths_S[row]) for row in rows), default=1) if self.batch else 1
                 width = round_up(max(longest, 1), self.arrangement.multiple)
                 height = self.height
-        return microbatch.padded(number, rows, self, width=width, height=height, device=device)
-
-    def check_open(self) -> None:
-        """Refuse a second on-policy update on the same rows (`mark_updated` by another plan)."""
-        if self.spec is not None and self.spec.old == "policy" and self.batch is not None:
-            for row, record in enumerate(self.batch.records_S):
-                if record.plan not in (None, self.serial):
-                    raise DataError(
-                        "a second update on the same rollouts with old='policy'",
-                        where=self.batch.sample_name(row),
-                        fix="use old='given' with scored log-probs, or sample anew",
-                    )
+        return padded(number, rows, source, width=width, height=height, device=device)
 
     @property
     def updated(self) -> bool:
         """Whether a gradient of this plan's loss has been asked for on this rank."""
-        return self.batch is not None and any(record.plan == self.serial for record in self.batch.records_S)
-
-    def mark_updated(self) -> None:
-        """Remember that these rows have been updated on by this plan."""
-        if self.batch is not None:
-            for record in self.batch.records_S:
-                record.plan = self.serial
-
-    def record(self, micro: MicroBatch, logp_N: Tensor) -> None:
-        """With ``old="record"``: keep the log-probs of a micro-batch that is being updated on."""
-        if self.recorder is not None and self.recorder.wanted:
-            self.recorder.keep(micro.number, micro.index_N, logp_N)
+        return self.ledger.updated
 
     def report(self) -> str:
         """The plan in words: layout, counts per level and component, tokens per mask rule and reason."""
-        from megatron_pgloss.planning.report import report
-
-        return report(self)
+        return report(
+            spec=self.spec, coef=self.coef, counts=self.counts, components=self.components, job=self.job,
+            data_ranks=self.ranks.data_size, microbatches=self.num_microbatches,
+            needs_statistics_pass=self.needs_statistics_pass, has_signal=self.has_signal,
+        )  # fmt: skip
 
 
 def plan(
@@ -180,26 +195,12 @@ def plan(
         PGLossError: the same on every rank: the first faulty rank's error, a disagreement, or no action anywhere.
     """
     ranks = ranks or _ranks(group)
-    arrangement = arrangement or Arrangement(multiple=split.multiple_of)
-    error: PGLossError | None = None
-    local, counted = Local(), torch.zeros(0, dtype=torch.int64)
-    try:
-        if spec is not None and not isinstance(spec, LossSpec):
-            got, spec = type(spec).__name__, None
-            raise SpecError("plan takes a LossSpec", got=got, fix="LossSpec.from_dict(...), or pg.presets")
-        coefs = coefficients(spec, coef)
-        local = prepare(batches, spec, split, arrangement, vocab_size, version)
-        counted = body(local)
-    except PGLossError as caught:
-        # Raised below, on every rank alike.
-        error, coefs = caught, {}
-    setup = agreement.digest(
-        repr((split, arrangement, interleaved, vocab_size, version, sorted(coefs.items()))).encode()
-    )
-    row = agreement.pack(head(local, spec, arrangement, ranks, setup), counted, error)
-    rows = ranks.gather(row, ranks.world, ranks.world_size)
-    agreement.raise_agreed(rows)
-    return assemble(local, spec, coefs, split, arrangement, ranks, rows, interleaved, version)
+    with Carried() as here:
+        asked = request(spec, split, arrangement, coef, interleaved, vocab_size, version)
+        local = count(preflight(batches, asked), asked)
+        here.row = wire.pack(local, asked, ranks, asked.digest)
+    agreed = wire.read(here.gather(ranks), asked)
+    return assemble(asked, local, agreed, ranks)
 
 
 def _ranks(group: Any) -> Ranks:
@@ -219,54 +220,22 @@ def _ranks(group: Any) -> Ranks:
     return Ranks()
 
 
-def assemble(
-    local: Local,
-    spec: LossSpec | None,
-    coefs: dict[str, float],
-    split: Split,
-    arrangement: Arrangement,
-    ranks: Ranks,
-    rows: Tensor,
-    interleaved: tuple[int, int] | None,
-    version: int | None,
-) -> Plan:
-    """A plan from what this rank counted and the rows of all ranks; `plan` and `revise` call it."""
-    mine = rows[agreement.firsts(rows)]
-    fields = {name: mine[:, i] for i, name in enumerate(FIELDS)}
-    counts = job_counts(spec, mine)
-    number = max(int(fields["microbatches"].max()), 1)
-    if interleaved is not None:
-        number = legal_count(number, *interleaved)
-    parts = refine(local.parts, number, split.packed)
-    streams = functools.reduce(operator.or_, fields["streams"].tolist(), 0)
-    means = mean_weights(spec, mine)
-    totals = unit_totals(local, spec, list(counts.values()), ranks, int(fields["unit_rows"].max()))
-    dtype = torch.float64 if bool(fields["double"].any()) else torch.float32
-    width = int(fields["bin_tokens" if split.packed else "width"].max())
+def assemble(asked: Request, local: Local, agreed: wire.Agreed, ranks: Ranks) -> Plan:
+    """The plan that this rank's rows and the job's counts make. A collective where a normaliser names prompts or
+    episodes: their counts are gathered over the data-parallel ranks.
+    """
+    totals = unit_totals(local, asked.spec, list(agreed.counts.values()), ranks, agreed.unit_rows)
+    parts = [] if local.rows is None else local.rows.parts
     return Plan(
-        spec=spec,
-        coef=coefs,
-        split=split,
-        arrangement=arrangement,
+        request=asked,
         ranks=ranks,
-        batch=local.batch,
-        table=token_table(local, spec, totals, dtype, streams, means),
-        parts=parts,
-        height=int(fields["bin_rows"].max()),
-        width=round_up(max(width, 1), arrangement.multiple),
-        counts=counts,
-        job={
-            "rows": int(fields["rows"].sum()),
-            "tokens": int(fields["tokens"].sum()),
-            "actions": int(fields["actions"].sum()),
-            "excluded": int(fields["excluded"].sum()),
-            "empty_ranks": int((fields["rows"] == 0).sum()),
-            # After refining, a rank has an empty micro-batch only for want of rows.
-            "empty_microbatches": int((number - torch.minimum(fields["rows"], torch.tensor(number))).sum()),
-        },
-        serial=next(_SERIAL),
-        version=version,
-        constants={f"is_mean/{i}/{name}": mean for name, found in means.items() for i, mean in found.items()},
         local=local,
-        recorder=Recorder(local.batch) if spec is not None and spec.old == "record" else None,
+        table=token_table(local, asked.spec, agreed.dtype, agreed.streams),
+        components=component_tables(local, asked.spec, totals, agreed.dtype, agreed.means),
+        parts=refine(parts, agreed.number, asked.split.packed),
+        height=agreed.height,
+        width=agreed.width,
+        counts=agreed.counts,
+        job=agreed.job,
+        ledger=Ledger(local.batch, asked.spec),
     )

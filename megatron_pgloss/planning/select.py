@@ -1,6 +1,6 @@
 """Counts, sums and order statistics over all tokens of a step, exact and equal on every rank. `T` tokens of this rank.
 
-Everything that travels is an integer: counts and fixed-point sums add up in any order to the same bits, so what is
+Everything that travels is an integer: counts and pieces of floats add up in any order to the same bits, so what is
 decided from them does not depend on how the tokens are spread over ranks. An order statistic is found digit by digit
 (radix selection on the bits of the float, 8 bits a round), without a sort and without moving a token.
 """
@@ -8,6 +8,8 @@ decided from them does not depend on how the tokens are spread over ranks. An or
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 import torch
@@ -18,8 +20,8 @@ from megatron_pgloss.rollouts import TokenBatch
 
 _DIGITS = range(56, -8, -8)
 _BINS = 256
-_LIMIT = float(2**30)
-"""Values beyond count as this in sums, so that 2^33 tokens cannot overflow them."""
+_WIDTH, _PIECES, _OCTAVES = 24, 3, 128
+_PIECE = (1 << _WIDTH) - 1
 _LOW = 0x7FFF_FFFF_FFFF_FFFF
 
 
@@ -37,14 +39,26 @@ class Job:
         return int(self._total(mask_T.sum().reshape(1)))
 
     def sum(self, values_T: Tensor, mask_T: Tensor) -> float:
-        """Sum of finite ``values_T`` where ``mask_T``: fixed point to 2^-52, correctly rounded."""
-        return float(_fraction(*self._total(torch.stack([part.sum() for part in _fixed(values_T, mask_T)])).tolist()))
+        """Sum of finite ``values_T`` where ``mask_T``, correctly rounded; infinite where no float holds it."""
+        total = self._exact(values_T, mask_T)[1]
+        try:
+            return float(total)
+        except OverflowError:
+            return math.inf if total > 0 else -math.inf
 
     def mean(self, values_T: Tensor, mask_T: Tensor) -> float:
-        """Mean of ``values_T`` where ``mask_T``; 0 over no token."""
-        parts = (mask_T, *_fixed(values_T, mask_T))
-        number, high, low = self._total(torch.stack([part.sum() for part in parts])).tolist()
-        return float(_fraction(high, low) / number) if number else 0.0
+        """Mean of finite ``values_T`` where ``mask_T``, correctly rounded; 0 over no token."""
+        number, total = self._exact(values_T, mask_T)
+        return float(total / number) if number else 0.0
+
+    def _exact(self, values_T: Tensor, mask_T: Tensor) -> tuple[int, Fraction]:
+        """How many ``values_T`` there are where ``mask_T``, and their exact sum."""
+        octave_T, pieces_T3 = pieces(values_T[mask_T])
+        table = torch.zeros(_OCTAVES, 1 + _PIECES, dtype=torch.int64)
+        table[:, 0].index_add_(0, octave_T, torch.ones_like(octave_T))
+        table[:, 1:].index_add_(0, octave_T, pieces_T3)
+        rows = self._total(table).tolist()
+        return sum(row[0] for row in rows), sum((joined(i, row[1:]) for i, row in enumerate(rows)), Fraction(0))
 
     def smallest(self, values_T: Tensor, mask_T: Tensor, k: int) -> float:
         """The ``k``-th smallest (from 1) of ``values_T`` where ``mask_T``: an actual value.
@@ -81,28 +95,62 @@ class Job:
 
         ``values_T`` are 0 or more. Equal values are cut together.
         """
+        values_T = values_T[mask_T]
         key_T, limit = order(values_T), Fraction(mean)
-        high_T, low_T = _fixed(values_T, mask_T)
+        octave_T, pieces_T3 = pieces(values_T)
         number, total, found = 0, Fraction(0), 0
         for shift in _DIGITS:
             digit_T = _digit(key_T, shift)
-            table = torch.zeros(3, _BINS, dtype=torch.int64)
-            picked_T = digit_T[mask_T]
-            for row, part_T in enumerate((torch.ones_like(key_T), high_T, low_T)):
-                table[row].index_add_(0, picked_T, part_T[mask_T])
-            counts, highs, lows = self._total(table).tolist()
-            for at in range(_BINS):
-                if not counts[at]:
+            table = torch.zeros(_BINS, 2 + _PIECES, dtype=torch.int64)
+            table[:, 0].index_add_(0, digit_T, torch.ones_like(digit_T))
+            # All values of a bin are of one octave: the first digit says which, and later ones divide its bin further.
+            table[:, 1].index_add_(0, digit_T, octave_T)
+            table[:, 2:].index_add_(0, digit_T, pieces_T3)
+            rows = self._total(table).tolist()
+            for at, (count, octaves, *sums) in enumerate(rows):
+                if not count:
                     continue
-                more = total + _fraction(highs[at], lows[at])
-                if more > limit * (number + counts[at]):
+                more = total + joined(octaves // count, sums)
+                if more > limit * (number + count):
+                    first = at
                     break
-                number, total = number + counts[at], more
+                number, total = number + count, more
             else:
                 return float("inf")  # in the first round alone: later ones look inside a bin that is too much
-            mask_T = mask_T & (digit_T == at)
-            found = (found << 8) | (at - 128 if shift == 56 else at)
+            here_T = digit_T == first
+            key_T, octave_T, pieces_T3 = key_T[here_T], octave_T[here_T], pieces_T3[here_T]
+            found = (found << 8) | (first - 128 if shift == 56 else first)
         return float(torch.tensor(_flip(found)).view(torch.float64))
+
+
+def pieces(values_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Finite floats as integers that add up without rounding and without overflow.
+
+    A float64 is ``m * 2^(e - 1075)`` with an integer ``|m| < 2^53`` and ``e`` in 1 to 2046. With ``e = 16 octave + s``
+    it is ``(m 2^s) * 2^(16 octave - 1075)``, and ``|m 2^s| < 2^(53 + 15) = 2^68`` is cut into three pieces of 24 bits,
+    which carry the sign of m. Each is at most ``2^24 - 1`` in size, so a sum over up to `MOST_TOKENS` = 2^39 tokens is
+    at most ``(2^24 - 1) * 2^39 < 2^63`` in size; so are the number of tokens, and the sum of their octaves, which are
+    at most ``127 * 2^39 < 2^46``. A plan of more tokens is refused (`megatron_pgloss.planning.wire.read`).
+
+    Returns:
+        int64 [T], 0 to 127: octaves; and int64 [T, 3]: pieces, the lowest first.
+    """
+    bits_T = values_T.detach().double().contiguous().view(torch.int64)
+    raised_T, mantissa_T = (bits_T >> 52) & 0x7FF, bits_T & ((1 << 52) - 1)
+    normal_T = raised_T > 0
+    mantissa_T = torch.where(normal_T, mantissa_T | (1 << 52), mantissa_T)
+    exponent_T = torch.where(normal_T, raised_T, 1)
+    octave_T, shift_T = exponent_T >> 4, exponent_T & 15
+    low_T = (mantissa_T & _PIECE) << shift_T  # below 2^39
+    high_T = ((mantissa_T >> _WIDTH) << shift_T) + (low_T >> _WIDTH)  # below 2^44 + 2^15
+    sign_T = torch.where(bits_T < 0, -1, 1)
+    return octave_T, torch.stack([low_T & _PIECE, high_T & _PIECE, high_T >> _WIDTH], 1) * sign_T[:, None]
+
+
+def joined(octave: int, sums: Sequence[int]) -> Fraction:
+    """The exact sum that sums of `pieces` of one octave stand for."""
+    whole = sum(number << (_WIDTH * i) for i, number in enumerate(sums))
+    return Fraction(whole << (16 * octave), 1 << 1075)
 
 
 def order(values_T: Tensor) -> Tensor:
@@ -118,17 +166,6 @@ def _flip(key: int) -> int:
 def _digit(key_T: Tensor, shift: int) -> Tensor:
     """8 bits of the key, 0 to 255; the first ones carry the sign."""
     return (key_T >> shift) + 128 if shift == 56 else (key_T >> shift) & 255
-
-
-def _fixed(values_T: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Values as ``high / 2^16 + low / 2^52``, int64 [T] each; truncated value by value, so that sums have no order."""
-    scaled_T = torch.where(mask_T, values_T.detach().double(), 0).clamp(-_LIMIT, _LIMIT) * 2.0**16
-    floor_T = scaled_T.floor()
-    return floor_T.to(torch.int64), ((scaled_T - floor_T) * 2.0**36).to(torch.int64)
-
-
-def _fraction(high: int, low: int) -> Fraction:
-    return Fraction(high, 2**16) + Fraction(low, 2**52)
 
 
 def draws(batch: TokenBatch | None, seed: int) -> Tensor:

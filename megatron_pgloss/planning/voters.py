@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_pgloss.planning import frozen, sets
+from megatron_pgloss.planning import frozen, members
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.spec import LossSpec, PolicyGradient
 
@@ -29,5 +29,5 @@ def voters(batch: TokenBatch, spec: LossSpec, *, version: int | None = None) -> 
     verdicts = frozen.verdicts(batch, without, version)
     for part in without.components:
         if isinstance(part, PolicyGradient):
-            stays_T = stays_T | sets.component_set(batch, part, without, verdicts).member_T
+            stays_T = stays_T | members.component_set(batch, part, without, verdicts).member_T
     return torch.zeros(len(batch), dtype=torch.int64).index_add(0, batch.seq_T, stays_T.to(torch.int64)) > 0

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pgloss.errors import DataError, PGLossError
+from megatron_pgloss.errors import Caught, DataError, PGLossError
 from megatron_pgloss.rollouts import arrays, build, checks
 from megatron_pgloss.rollouts.keywords import PackedArguments, PaddedArguments, takes
 from megatron_pgloss.rollouts.place import Id, row_name, token_name
@@ -226,12 +226,12 @@ class TokenBatch:
 
 def _carrying(make: Callable[[], TokenBatch]) -> TokenBatch:
     # One rank that raises here would leave the others waiting in the plan's gather: there it is raised on all.
-    try:
+    with Caught() as here:
         return make()
-    except PGLossError as error:
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-            raise
-        return broken(error)
+    assert here.error is not None
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        raise here.error
+    return broken(here.error)
 
 
 def broken(error: PGLossError) -> TokenBatch:

@@ -154,7 +154,7 @@ def _named(
 def _own_floats(frame: Frame, argument: str, value: Any) -> torch.dtype | None:
     """What Python's numbers become in a tensor that the caller named; several integers a token are ids."""
     depth = 0
-    while isinstance(value, Sequence) and value:
+    while isinstance(value, Sequence) and not isinstance(value, str) and value:  # a text's first letter is a text
         value, depth = value[0], depth + 1
     are_ids = isinstance(value, int) and depth > len(frame.shape)
     return None if argument == "masks" or are_ids else torch.float32

@@ -138,7 +138,8 @@ def interpolation(lag_N: Tensor) -> Tensor:
     """How far ``old`` lies from the sampler's towards the policy's log-prob: ``(lag - 1) / lag``, 0 for lag <= 1.
 
     The step before the current policy, on the straight line in log space from the version that sampled the token (at 0)
-    to the current one (at 1), as in AReaL's log-linear approximation.
+    to the current one (at 1), as in AReaL's log-linear approximation. A token that nobody sampled (an observation) has
+    no version and lag 0: its ``old`` is the sampler's log-prob.
 
     Args:
         lag_N: int64 [N].

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec.base import nearest
-from megatron_pgloss.spec.masks import DropZeroAdvantage
-from megatron_pgloss.spec.policy_gradient import PolicyGradient
-
-if TYPE_CHECKING:
-    from megatron_pgloss.spec.corrections import Correction
-    from megatron_pgloss.spec.loss_spec import LossSpec
+from megatron_pgloss.spec.corrections import Correction
+from megatron_pgloss.spec.reads import reads_computed
+from megatron_pgloss.spec.spec_fields import SpecFields
 
 
-def check(spec: LossSpec) -> None:
+def check(spec: SpecFields) -> None:
     """Refuse parts that contradict each other.
 
     Raises:
@@ -33,14 +28,11 @@ def check(spec: LossSpec) -> None:
     _kept(spec)
 
 
-def _scopes(spec: LossSpec) -> None:
+def _scopes(spec: SpecFields) -> None:
     names = spec.names
-    policy = any(isinstance(part, PolicyGradient) for part in spec.components)
     for rule in (*spec.masks, *spec.corrections, *spec.gates):
         for name in rule.on or ():
-            # A rule that names rl by default is at home in a spec without a policy gradient, and idle there.
-            idle = isinstance(rule, DropZeroAdvantage) and rule.on == ("rl",) and not policy
-            if name not in names and not idle:
+            if name not in names:
                 raise SpecError(
                     f"{type(rule).__name__} acts on {name!r}, which is not a component",
                     expected=", ".join(names),
@@ -48,10 +40,10 @@ def _scopes(spec: LossSpec) -> None:
                 )
 
 
-def _kept(spec: LossSpec) -> None:
+def _kept(spec: SpecFields) -> None:
     if spec.kept is None:
         return
-    if spec.needs_exact_kl:
+    if reads_computed(spec, "kl"):
         raise SpecError(
             "the exact KL on kept sets: it is infinite where the reference's set lacks a token of the policy's",
             fix="KL(estimator='k3') of log-probs on the sets",
@@ -68,7 +60,7 @@ def _kept(spec: LossSpec) -> None:
             )
 
 
-def _correction(spec: LossSpec, rule: Correction) -> None:
+def _correction(spec: SpecFields, rule: Correction) -> None:
     if rule.ratio_of == "old" and spec.old in ("policy", "record", "rollout"):
         one = "the weight old/mu is identically 1: leave the correction out, or say of='policy'"
         raise SpecError(

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from megatron_pgloss.errors import SpecError
-from megatron_pgloss.spec.kinds import Rule, one_of
+from megatron_pgloss.spec.kinds import one_of
 from megatron_pgloss.spec.numbers import Distance, Finite, Positive
+from megatron_pgloss.spec.rule import Rule
 
 __all__ = ["IcePop", "RatioMask", "Reject", "Staleness", "TruncatedIS", "Veto"]
 
@@ -49,9 +50,9 @@ class CorrectionKind(Rule):
         return False
 
     @property
-    def home(self) -> Literal["rl", "actions"]:
-        """``rl`` where it weighs, all components over actions where it only rejects."""
-        return "rl" if self.weighs else "actions"
+    def home(self) -> Literal["policy gradients", "actions"]:
+        """The policy gradients where it weighs, all components over actions where it only rejects."""
+        return "policy gradients" if self.weighs else "actions"
 
     @property
     def ratio_of(self) -> Literal["old", "policy"] | None:
@@ -94,7 +95,6 @@ class TruncatedIS(RatioCorrection):
     normalize: bool = False
     """Divide by the mean weight of the global batch, over the trained tokens (level token) or over the units that have
     one (other levels)."""
-    on: tuple[str, ...] = ("rl",)
 
     @property
     def weighs(self) -> bool:

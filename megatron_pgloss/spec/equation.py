@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megatron_pgloss.spec.letters import BASES
-
-if TYPE_CHECKING:
-    from megatron_pgloss.spec.loss_spec import LossSpec
+from megatron_pgloss.spec.spec_fields import SpecFields
 
 
-def equation(spec: LossSpec) -> str:
+def equation(spec: SpecFields) -> str:
     """One line per component, then the rules."""
     base = BASES[spec.old]
     lines = ["L = " + " + ".join(f"{part.coef:g} {part.name}" for part in spec.components)]
@@ -21,11 +17,11 @@ def equation(spec: LossSpec) -> str:
         rejected = "" if part.count_rejected else ", without rejected"
         term = ", ".join((part.formula(base), *part.definitions(base)))
         lines.append(f"  {part.name} = [{part.normalizer}{counted}{every}{weights}{rejected}] of {term}")
-    lines += [f"  mask: {mask.reason} on {mask.scope}" for mask in spec.masks]
+    lines += [f"  mask: {mask.reason} on {mask.scope(spec.components)}" for mask in spec.masks]
     if spec.kept is not None:
         lines.append(f"  kept: {spec.kept.formula()}")
-    lines += [f"  correction: {rule.formula(base)} on {rule.scope}" for rule in spec.corrections]
-    lines += [f"  gate: {gate.formula(base)} on {gate.scope}" for gate in spec.gates]
+    lines += [f"  correction: {rule.formula(base)} on {rule.scope(spec.components)}" for rule in spec.corrections]
+    lines += [f"  gate: {gate.formula(base)} on {gate.scope(spec.components)}" for gate in spec.gates]
     if spec.roles.ce is not None:
         lines.append("  roles: ce times " + ", ".join(f"{value:g} on {role}" for role, value in spec.roles.ce.items()))
     if spec.empty_sequences != "refuse":

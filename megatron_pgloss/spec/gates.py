@@ -15,9 +15,10 @@ from pydantic import Field, model_validator
 
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec.functions import Function
-from megatron_pgloss.spec.kinds import Rule, one_of
+from megatron_pgloss.spec.kinds import one_of
 from megatron_pgloss.spec.letters import SHORT_UNIT, letter
 from megatron_pgloss.spec.numbers import Distance, Positive, Probability
+from megatron_pgloss.spec.rule import Rule
 
 __all__ = ["CovarianceGate", "EntropyGate", "Gate", "KLGate", "RatioGate", "SecondMomentGate", "SequenceGate", "TVGate"]
 
@@ -27,8 +28,10 @@ Base = Literal["old", "rollout"]
 class GateKind(Rule):
     """The family of gates."""
 
-    on: tuple[str, ...] = ("rl",)
-    """Names of the components it acts on."""
+    @property
+    def home(self) -> Literal["policy gradients"]:
+        """The policy gradients."""
+        return "policy gradients"
 
     @property
     def reason(self) -> str:

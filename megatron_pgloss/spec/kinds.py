@@ -10,14 +10,11 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from megatron_pgloss.spec.base import Part
-
-if TYPE_CHECKING:
-    from megatron_pgloss.spec.component import Component
 
 
 class Kind(Part):
@@ -68,36 +65,6 @@ class Kind(Part):
     def definitions(self, base: str = "old") -> tuple[str, ...]:
         """What the letters of the formula mean, as further lines."""
         return ()
-
-
-class Rule(Kind):
-    """What is asked of masks, corrections and gates beside: they act on components."""
-
-    on: tuple[str, ...] | None = None
-    """Names of the components it acts on; None: as `home` says."""
-
-    @property
-    def home(self) -> Literal["actions", "rl", "all"]:
-        """The components it acts on by default: those over action tokens, the one named ``rl``, or all."""
-        return "actions"
-
-    @property
-    def reason(self) -> str:
-        """Its short name, in reports."""
-        raise NotImplementedError(f"no short name for {type(self).__name__}")
-
-    def acts_on(self, component: Component) -> bool:
-        """Whether it acts on ``component``: by its ``on``, or by default."""
-        if self.on is not None:
-            return component.name in self.on
-        return {"all": True, "rl": component.name == "rl", "actions": component.over == "action"}[self.home]
-
-    @property
-    def scope(self) -> str:
-        """The components it acts on, as text."""
-        if self.on is not None:
-            return ", ".join(self.on) or "nothing"
-        return {"all": "all", "rl": "rl", "actions": "all over actions"}[self.home]
 
 
 def kinds(family: type[Kind]) -> tuple[type[Kind], ...]:

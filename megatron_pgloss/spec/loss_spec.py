@@ -6,58 +6,31 @@ import hashlib
 import json
 import tomllib
 from pathlib import Path as FilePath
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec import consistency, reads, toml
-from megatron_pgloss.spec.base import Part, nearest
+from megatron_pgloss.spec.base import nearest
 from megatron_pgloss.spec.component import Component
-from megatron_pgloss.spec.components import AnyComponent
 from megatron_pgloss.spec.corrections import Correction
+from megatron_pgloss.spec.equation import equation
 from megatron_pgloss.spec.families import FAMILIES
 from megatron_pgloss.spec.functions import Function
-from megatron_pgloss.spec.gates import AnyGate
-from megatron_pgloss.spec.kept_set import KeptSet
-from megatron_pgloss.spec.kinds import kinds, name_of
-from megatron_pgloss.spec.masks import Mask
+from megatron_pgloss.spec.kinds import Kind, kinds, name_of
 from megatron_pgloss.spec.reads import BASE
-from megatron_pgloss.spec.roles import RoleTable
+from megatron_pgloss.spec.spec_fields import Old, SpecFields
 
-Old = Literal["given", "policy", "record", "rollout", "interpolate"]
 __all__ = ["BASE", "LossSpec", "Old"]
 
 
-class LossSpec(Part):
+class LossSpec(SpecFields):
     """``L = sum_c coef_c * sum_{t in M_c} u_ct * w_ct * l_ct``: components, rules, and where ``old`` comes from.
 
     Raises:
         SpecError: on any value that does not fit, with the nearest right name where a word is unknown.
     """
-
-    components: tuple[AnyComponent, ...]
-    """At least one; names unique."""
-    old: Old = "given"
-    """Where the base of the ratio comes from:
-
-    - ``given``: the batch's old stream.
-    - ``policy``: the policy itself, held fixed. The ratio is exactly 1; a batch is good for one update.
-    - ``record``: the policy itself in a row's first update; in later ones, the log-probs that the row had in its first.
-    - ``rollout``: the sampler's stream, so that there are two policies and not three.
-    - ``interpolate``: a point between the sampler's log-prob and the policy's, by how many versions ago the token was
-      sampled (`megatron_pgloss.rules.corrections.interpolation`).
-    """
-    corrections: tuple[Correction, ...] = ()
-    gates: tuple[AnyGate, ...] = ()
-    masks: tuple[Mask, ...] = ()
-    kept: KeptSet | None = None
-    """The policy's tokens scored on the sets that the sampler drew from; None: on the whole vocabulary."""
-    roles: RoleTable = RoleTable()
-    empty_sequences: Literal["refuse", "exclude"] = "refuse"
-    """A sequence that has no member of any component before rules: an error that names it, or left out and reported."""
-    log_ratio_bound: Annotated[float, Field(gt=0, le=80)] = 20.0
-    """Log-ratios are bounded to plus or minus this before exp; the gradient beyond is 0 and counted."""
 
     @field_validator("components")
     @classmethod
@@ -91,11 +64,6 @@ class LossSpec(Part):
         return self
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Component names in order."""
-        return tuple(component.name for component in self.components)
-
-    @property
     def needs_entropy(self) -> bool:
         """Whether any component or gate reads the entropy of the policy."""
         return reads.reads_computed(self, "entropy")
@@ -114,13 +82,6 @@ class LossSpec(Part):
     def needs_logprobs(self) -> bool:
         """Whether any component reads the policy's log-probs."""
         return any(part.reads_logprobs for part in self.components)
-
-    @property
-    def chosen(self) -> str | None:
-        """Name of the stream of ids at which a component reads the policy's log-probs, or None:
-        ``token_logprobs(..., chosen_ids=micro.wide(spec.chosen))``.
-        """
-        return next((part.chosen_ids for part in self.components if part.chosen_ids is not None), None)
 
     @property
     def by_token(self) -> bool:
@@ -164,6 +125,10 @@ class LossSpec(Part):
         """The batch's streams that ``component`` and the gates on it read at its members."""
         return reads.streams_of(self, component)
 
+    def log_probs_of(self, part: Kind) -> tuple[str, ...]:
+        """The batch's streams of log-probs that ``part`` reads."""
+        return reads.log_probs_of(self, part)
+
     def reads_turns(self, component: Component) -> bool:
         """Whether a ratio, surrogate or gate of ``component`` is a statistic of turns."""
         return reads.reads_turns(self, component)
@@ -190,10 +155,6 @@ class LossSpec(Part):
         Late are those of the policy's own log-probs, and those of an ``old`` that is made from them.
         """
         return tuple(rule for rule in self.corrections if rule.acts_on(component) and self.is_late(rule) == late)
-
-    def is_late(self, rule: Correction) -> bool:
-        """Whether ``rule`` reads the current policy and so acts inside the loss."""
-        return rule.ratio_of is not None and (rule.ratio_of == "policy" or self.old == "interpolate")
 
     def add(self, component: Component) -> LossSpec:
         """A new spec with one more component."""
@@ -256,6 +217,4 @@ class LossSpec(Part):
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
     def __str__(self) -> str:
-        from megatron_pgloss.spec.equation import equation
-
         return equation(self)

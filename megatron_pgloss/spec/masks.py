@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from megatron_pgloss.spec.kinds import Rule, one_of
+from megatron_pgloss.spec.kinds import one_of
+from megatron_pgloss.spec.rule import Rule
 
 __all__ = ["DropTruncated", "DropZeroAdvantage", "KeepPositiveAdvantage", "UserMask"]
 
@@ -46,8 +47,11 @@ class DropZeroAdvantage(MaskKind):
     """Take tokens whose advantage is exactly 0 out of the numerator and the counts."""
 
     kind: Literal["drop_zero_advantage"] = "drop_zero_advantage"
-    on: tuple[str, ...] = ("rl",)
-    """Names of the components it acts on; by default ``rl`` alone, so that a failed rollout still feeds ``ce``."""
+
+    @property
+    def home(self) -> Literal["policy gradients"]:
+        """The policy gradients alone, so that a failed rollout still feeds ``ce``."""
+        return "policy gradients"
 
     @property
     def reads(self) -> tuple[str, ...]:

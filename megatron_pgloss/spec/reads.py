@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from megatron_pgloss.spec.component import Component
 from megatron_pgloss.spec.kinds import Kind
-
-if TYPE_CHECKING:
-    from megatron_pgloss.spec.loss_spec import LossSpec
+from megatron_pgloss.spec.ratios import RatioKind
+from megatron_pgloss.spec.spec_fields import SpecFields
 
 BASE: dict[str, str | None] = {
     "given": "old", "policy": None, "record": None, "rollout": "rollout", "interpolate": "rollout",
@@ -21,7 +19,7 @@ _FIRST = ("old", "rollout", "ref", "advantages")
 """The order in which readers are listed; other streams follow."""
 
 
-def stream_readers(spec: LossSpec) -> dict[str, tuple[str, ...]]:
+def stream_readers(spec: SpecFields) -> dict[str, tuple[str, ...]]:
     """Every stream of the batch that is read, with the names of components and rules that read it."""
     found: dict[str, list[str]] = {name: [] for name in _FIRST}
     for reader, part in _readers(spec):
@@ -31,7 +29,7 @@ def stream_readers(spec: LossSpec) -> dict[str, tuple[str, ...]]:
     return {stream: tuple(names) for stream, names in found.items() if names}
 
 
-def field_readers(spec: LossSpec) -> dict[str, tuple[str, ...]]:
+def field_readers(spec: SpecFields) -> dict[str, tuple[str, ...]]:
     """Every field of the batch beside its streams that a component or rule reads, with the names of those who do."""
     found: dict[str, list[str]] = {}
     for reader, part in _readers(spec):
@@ -42,34 +40,42 @@ def field_readers(spec: LossSpec) -> dict[str, tuple[str, ...]]:
     return {name: tuple(readers) for name, readers in found.items()}
 
 
-def streams_of(spec: LossSpec, component: Component) -> tuple[str, ...]:
+def streams_of(spec: SpecFields, component: Component) -> tuple[str, ...]:
     """The batch's streams that ``component`` and the gates on it read at its members."""
     parts = [component, *(gate for gate in spec.gates if gate.acts_on(component))]
     return tuple(dict.fromkeys(name for part in parts for name in _streams(spec, part)))
 
 
-def _readers(spec: LossSpec) -> Iterator[tuple[str, Kind]]:
+def _readers(spec: SpecFields) -> Iterator[tuple[str, Kind]]:
     yield from ((part.name, part) for part in spec.components)
     yield from ((type(rule).__name__, rule) for rule in (*spec.gates, *spec.corrections, *spec.masks))
 
 
-def _streams(spec: LossSpec, part: Kind) -> tuple[str, ...]:
+def _streams(spec: SpecFields, part: Kind) -> tuple[str, ...]:
     names = [BASE[spec.old] if name == "old" else name for name in part.reads if name not in COMPUTED]
     return tuple(name for name in names if name is not None)
 
 
-def reads_computed(spec: LossSpec, what: str) -> bool:
+def log_probs_of(spec: SpecFields, part: Kind) -> tuple[str, ...]:
+    """The batch's streams of log-probs that ``part`` reads; of a ratio to ``old``, what ``old`` is made from."""
+    ratio = ("old",) if isinstance(part, RatioKind) else ()
+    names = (*ratio, *("old" if name == "ratio" else name for name in part.reads))
+    sources = (BASE[spec.old] if name == "old" else name for name in names)
+    return tuple(name for name in dict.fromkeys(sources) if name in ("old", "rollout", "ref"))
+
+
+def reads_computed(spec: SpecFields, what: str) -> bool:
     """Whether any component or gate reads ``what`` of the model's outputs: `COMPUTED`."""
     return any(what in part.reads for part in (*spec.components, *spec.gates))
 
 
-def reads_turns(spec: LossSpec, component: Component) -> bool:
+def reads_turns(spec: SpecFields, component: Component) -> bool:
     """Whether a ratio, surrogate or gate of ``component`` is a statistic of turns."""
     parts = [*component.parts, *(gate for gate in spec.gates if gate.acts_on(component))]
     return any(part.statistic_unit == "turn" for part in parts)
 
 
-def by_token(spec: LossSpec) -> bool:
+def by_token(spec: SpecFields) -> bool:
     """Whether each component's term at a token, with its ratio, gates and late corrections, depends on the model
     through that token's own log-prob and entropy alone: no statistic of a unit, no user function, no value head.
     """

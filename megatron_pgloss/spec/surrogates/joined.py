@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec.functions import StreamName
@@ -11,10 +11,7 @@ from megatron_pgloss.spec.letters import SHORT_UNIT, interval
 from megatron_pgloss.spec.numbers import AboveOne, BelowOne, Bound, Positive
 from megatron_pgloss.spec.ratios import Ratio
 from megatron_pgloss.spec.surrogates.moving import clipped
-from megatron_pgloss.spec.surrogates.surrogate import SurrogateKind
-
-if TYPE_CHECKING:
-    from megatron_pgloss.spec.policy_gradient import PolicyGradient
+from megatron_pgloss.spec.surrogates.surrogate import Home, SurrogateKind
 
 __all__ = ["FIPO", "GMPO", "REAL"]
 
@@ -117,7 +114,7 @@ class REAL(SurrogateKind):
         """Where it reads all sequences of a prompt at once."""
         return self.form == "group"
 
-    def check_home(self, component: PolicyGradient) -> None:
+    def check_home(self, component: Home) -> None:
         """The group form takes one log-ratio of each sequence, and weighs all sequences of a prompt alike."""
         if self.form != "group":
             return

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec.functions import Function
 from megatron_pgloss.spec.kinds import Kind
-
-if TYPE_CHECKING:
-    from megatron_pgloss.spec.policy_gradient import PolicyGradient
+from megatron_pgloss.spec.normalizer import Path
+from megatron_pgloss.spec.ratios import AnyRatio, RatioKind
 
 __all__ = ["Surrogate"]
+
+
+class Home(Protocol):
+    """What a surrogate looks at of the component that it belongs to."""
+
+    @property
+    def ratio(self) -> str | AnyRatio:
+        """As the component was given it."""
+
+    @property
+    def axis(self) -> RatioKind | None:
+        """The ratio spelled out; None for ``none``."""
+
+    @property
+    def normalizer(self) -> str:
+        """The normaliser as text."""
+
+    @property
+    def path(self) -> Path:
+        """The normaliser parsed."""
 
 
 class SurrogateKind(Kind):
@@ -41,7 +60,7 @@ class SurrogateKind(Kind):
         """Whether a token of advantage 0 can move the policy."""
         return "advantages" not in self.reads
 
-    def check_home(self, component: PolicyGradient) -> None:
+    def check_home(self, component: Home) -> None:
         """Refuse a component whose ratio or normaliser does not suit the surrogate.
 
         Raises:

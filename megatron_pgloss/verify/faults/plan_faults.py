@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_pgloss.planning.agreement import FIELDS
-from megatron_pgloss.planning.local import SLOTS
+from megatron_pgloss.planning.wire import SLOTS
 from megatron_pgloss.rollouts import align
 from megatron_pgloss.verify.faults.fault import DP, EVERYWHERE, SHARED, TEMPERATURE, Fault, Place
 
@@ -90,7 +90,8 @@ def _own_weights(right: Any, at: Place) -> Any:
     def wrong(micro: Any, name: str) -> torch.Tensor:
         weight = right(micro, name)
         total = weight.sum()
-        return torch.where(total != 0, weight / torch.where(total != 0, total, 1) / micro.plan.num_microbatches, weight)
+        mean = weight / torch.where(total != 0, total, 1) / micro.shared.num_microbatches
+        return torch.where(total != 0, mean, weight)
 
     return wrong
 
@@ -147,7 +148,7 @@ def _old_for_ref(right: Any, at: Place) -> Any:
 def _divided_again(right: Any, at: Place) -> Any:
     def wrong(lp: Any, micro: Any, **more: Any) -> Any:
         out = right(lp, micro, **more)
-        return replace(out, loss=out.loss / micro.plan.num_microbatches)
+        return replace(out, loss=out.loss / micro.shared.num_microbatches)
 
     return wrong
 
@@ -175,15 +176,15 @@ PLAN_FAULTS = (
         imitates="labels are shifted, the old log-probs are not", shows=EVERYWHERE,
     ),
     Fault(
-        name="mask rules ignored", target="megatron_pgloss.planning.sets:_taken", make=_masks_not_taken,
+        name="mask rules ignored", target="megatron_pgloss.planning.members:_taken", make=_masks_not_taken,
         imitates="truncated rows, zero advantages and user masks take nothing out", shows=EVERYWHERE,
     ),
     Fault(
-        name="mask ignored in the numerator", target="megatron_pgloss.planning.sets:component_set",
+        name="mask ignored in the numerator", target="megatron_pgloss.planning.members:component_set",
         make=_numerator_unmasked, imitates="masked tokens are trained, and not counted", shows=EVERYWHERE,
     ),
     Fault(
-        name="mask ignored in the denominator", target="megatron_pgloss.planning.normalizers:local_counts",
+        name="mask ignored in the denominator", target="megatron_pgloss.planning.counts:local_counts",
         make=_denominator_unmasked, imitates="masked tokens are counted, and not trained", shows=EVERYWHERE,
     ),
     Fault(
@@ -191,11 +192,11 @@ PLAN_FAULTS = (
         imitates="a fused path takes fewer streams, and nobody notices", shows=EVERYWHERE,
     ),
     Fault(
-        name="padded tokens counted", target="megatron_pgloss.planning.local:body", make=_padding_counted,
+        name="padded tokens counted", target="megatron_pgloss.planning.wire:body", make=_padding_counted,
         imitates="the divisor is the number of positions", shows=EVERYWHERE,
     ),
     Fault(
-        name="local mean", target="megatron_pgloss.planning.assembly:job_counts", make=_own_counts,
+        name="local mean", target="megatron_pgloss.planning.wire:job_counts", make=_own_counts,
         imitates="each rank divides by its own counts, and the wrapper averages", shows=DP,
     ),
     Fault(
@@ -215,7 +216,7 @@ PLAN_FAULTS = (
         imitates="a rollout cut into several rows counts once for each", shows=EVERYWHERE,
     ),
     Fault(
-        name="kl shares rl's denominator", target="megatron_pgloss.planning.normalizers:weights",
+        name="kl shares rl's denominator", target="megatron_pgloss.planning.token_weights:weights",
         make=_first_denominator, imitates="one denominator serves all components", shows=EVERYWHERE,
     ),
     Fault(

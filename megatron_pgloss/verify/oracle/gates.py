@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def gate_factor(scene: Scene) -> Tensor:
     factor_M = torch.ones(len(scene.index_M), dtype=torch.float64)
     for gate in setting(scene.spec, "gates", []):
         kind = choice(gate.get("kind"), list(KINDS), "gate")
-        if scene.name in setting(gate, "on", ("rl",)):
+        if scene.acts_here(gate, scene.component["kind"] == "policy_gradient"):
             factor_M = factor_M * KINDS[kind](gate, scene).to(torch.float64)
     return factor_M
 
@@ -101,11 +102,13 @@ def _covariance(gate: Rule, scene: Scene) -> Tensor:
     those with c inside a band (band), are dropped or alone kept.
     """
     logp_M, advantage_M = scene.logp().detach(), scene.constant("advantages")
-    product_M = (advantage_M - advantage_M.mean()) * (logp_M - logp_M.mean())
+    product_M = (advantage_M - _mean(advantage_M)) * (logp_M - _mean(logp_M))
     number = max(int(float(setting(gate, "share", 2e-4)) * len(product_M)), 1)
     chosen_M = torch.zeros_like(product_M, dtype=torch.bool)
+    if not len(product_M):
+        return chosen_M
     if choice(setting(gate, "select", "band"), ["band", "top"], "selection") == "top":
-        chosen_M[product_M.sort(descending=True).indices[:number]] = True
+        chosen_M = product_M >= product_M.sort(descending=True).values[number - 1]  # equal ones go together
     else:
         low, high = float(setting(gate, "low", 1.0)), float(setting(gate, "high", 5.0))
         inside = ((product_M >= low) & (product_M <= high)).nonzero().squeeze(1).tolist()
@@ -114,6 +117,11 @@ def _covariance(gate: Rule, scene: Scene) -> Tensor:
         chosen_M[inside[:number]] = True
     dropped = choice(setting(gate, "effect", "drop"), ["drop", "keep"], "effect") == "drop"
     return ~chosen_M if dropped else chosen_M
+
+
+def _mean(values_M: Tensor) -> float:
+    """The mean, correctly rounded: by a rounded sum, tokens of equal c would not be equal."""
+    return float(sum(map(Fraction, values_M.tolist()), Fraction(0)) / max(len(values_M), 1))
 
 
 def _draw(name: Any, position: int, seed: int) -> int:

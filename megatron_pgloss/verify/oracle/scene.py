@@ -86,7 +86,9 @@ class Scene:
             return torch.where(recorded_T.isnan(), policy_T, recorded_T)
         rollout_T, age_T = self.step.stream("rollout"), self.age()
         # From the sampler's version (0) to the current one (1) on a straight line, one version before the end.
-        share_T = torch.where(age_T > 1, (age_T - 1) / age_T.clamp(min=1), torch.zeros_like(age_T))
+        # What nobody sampled has no version: there old is the sampler's log-prob.
+        sampled_T = self.step.flags("action") & (age_T > 1)
+        share_T = torch.where(sampled_T, (age_T - 1) / age_T.clamp(min=1), torch.zeros_like(age_T))
         return rollout_T + share_T * (policy_T - rollout_T)
 
     def age(self) -> Tensor:

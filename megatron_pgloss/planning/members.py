@@ -6,7 +6,7 @@ count set too, unless the component counts a set of its own; rejections do where
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,6 +17,7 @@ from megatron_pgloss.errors import DataError
 from megatron_pgloss.maths import flags
 from megatron_pgloss.planning import frozen, kept_sets
 from megatron_pgloss.planning.frozen import Verdict
+from megatron_pgloss.planning.units import per_row
 from megatron_pgloss.rollouts import Termination, TokenBatch
 from megatron_pgloss.rules.masks import TAKEN, tokens_ended
 from megatron_pgloss.spec import Component, LossSpec, Mask, TruncatedIS
@@ -50,6 +51,44 @@ class ComponentSet:
     """Tokens taken out by each of `reasons`, in order; a token counts for the first rule that takes it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Members:
+    """The tokens of every component on this rank."""
+
+    sets: list[ComponentSet]
+    verdicts: list[Verdict | None]
+    """What the plan-time corrections say."""
+
+
+def find(
+    batch: TokenBatch, spec: LossSpec, version: int | None, uncorrected: list[ComponentSet] | None = None
+) -> Members:
+    """Second stage of a plan: who is trained and counted, and with what constant factor.
+
+    Args:
+        version: of the weights being trained.
+        uncorrected: the tokens of every component without the spec's corrections, where they are known.
+
+    Raises:
+        DataError: a member lies outside the set its component counts; see `frozen.verdicts`.
+    """
+    verdicts = frozen.verdicts(batch, spec, version)
+    if uncorrected and not spec.corrections:
+        return Members(sets=uncorrected, verdicts=verdicts)
+    return Members(sets=[component_set(batch, part, spec, verdicts) for part in spec.components], verdicts=verdicts)
+
+
+def without(found: Members, batch: TokenBatch, spec: LossSpec, rejected: Mapping[str, Tensor]) -> Members:
+    """The same after a statistics pass.
+
+    Args:
+        rejected: component to bool [T]: what leaves its denominators.
+    """
+    verdicts = found.verdicts
+    sets = [component_set(batch, part, spec, verdicts, rejected.get(part.name)) for part in spec.components]
+    return Members(sets=sets, verdicts=verdicts)
+
+
 def reasons(spec: LossSpec) -> tuple[str, ...]:
     """Names of the plan-time rules that can take tokens out, in the order they act."""
     rejecting = [rule for rule in spec.corrections if rule.rejects and not spec.is_late(rule)]
@@ -73,6 +112,14 @@ def weighed(spec: LossSpec, component: Component) -> bool:
 def base(batch: TokenBatch, component: Component) -> Tensor:
     """bool [T]: the tokens the component is defined on, by authorship."""
     return batch.action_T if component.over == "action" else batch.target_T
+
+
+def empty_rows(batch: TokenBatch, spec: LossSpec) -> Tensor:
+    """bool [S]: rows with tokens but without a member of any component before rules."""
+    any_T = torch.zeros_like(batch.action_T)
+    for part in spec.components:
+        any_T = any_T | base(batch, part)
+    return (batch.lengths_S > 0) & (per_row(any_T, batch.cu_S1) == 0)
 
 
 def component_set(
@@ -105,7 +152,7 @@ def component_set(
         gone_T = kept_sets.leaving(batch, spec, component)
         left_T = left_T if gone_T is None else left_T & ~gone_T
         numbers.append(int(left_T.count_nonzero()))
-    before_T, count_T = left_T, _counted(batch, component, left_T, fault_T)
+    before_T, count_T = left_T, _counted(batch, component, spec, left_T, fault_T)
     weight_T, clipped_T = torch.ones_like(before_T, dtype=torch.float64), torch.zeros_like(before_T)
     weighs = False
     for rule, verdict in zip(spec.corrections, verdicts, strict=True):
@@ -138,12 +185,12 @@ def component_set(
     )  # fmt: skip
 
 
-def _counted(batch: TokenBatch, component: Component, left_T: Tensor, fault_T: Tensor) -> Tensor:
-    """bool [T]: the count set before rejection."""
+def _counted(batch: TokenBatch, component: Component, spec: LossSpec, left_T: Tensor, fault_T: Tensor) -> Tensor:
+    """bool [T]: the count set before rejection. A set of the component's own holds no token of a row that left."""
     if component.count == "members":
         return left_T
     named_T = batch.observation_T if component.count == "observations" else batch.masks[component.count]
-    count_T = named_T & ~fault_T
+    count_T = named_T & ~fault_T & ~empty_rows(batch, spec)[batch.seq_T]
     outside_T = left_T & ~count_T
     if bool(outside_T.any()):
         position = int(outside_T.to(torch.int8).argmax())

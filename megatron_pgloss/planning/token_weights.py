@@ -8,67 +8,21 @@ number. A unit is counted if C holds one of its tokens, or always with ``units="
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from megatron_pgloss.errors import DataError
 from megatron_pgloss.maths import selected
+from megatron_pgloss.planning.agreement import Ranks
+from megatron_pgloss.planning.counts import Local, LocalCounts
 from megatron_pgloss.planning.keyed import KeyedRows
-from megatron_pgloss.planning.sets import ComponentSet
-from megatron_pgloss.planning.units import Units, per_row, per_unit
+from megatron_pgloss.planning.units import Units, per_unit
 from megatron_pgloss.spec import LossSpec, Step
+from megatron_pgloss.spec.divisors import Divisor
 from megatron_pgloss.spec.levels import IN_ROWS, KEYED
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalCounts:
-    """Counts of one component on this rank."""
-
-    tokens: ComponentSet
-    alive: dict[str, Tensor]
-    """Unit name to bool [units]: whether the unit is counted."""
-    number: dict[str, Tensor]
-    """Unit name to int64 [units]: its counted tokens on this rank."""
-    value_T: Tensor
-    """float64 or int64 [T]: what a token adds to the token level (1, or its user weight)."""
-    totals: dict[str, int | float]
-    """Counted sequences, turns and tokens on this rank."""
-
-
-def local_counts(tokens: ComponentSet, units: Units, present_S: Tensor) -> LocalCounts:
-    """Count the units of ``tokens`` on this rank.
-
-    Args:
-        present_S: bool [S]: rows that exist (not padding, not excluded), for ``units="all"``.
-    """
-    weighted = tokens.component.divide_by == "weights"
-    # A token of weight 0 adds nothing to a sum of weights, so it does not make its unit count either.
-    count_T = tokens.count_T & (tokens.user_T != 0) if weighted else tokens.count_T
-    value_T = torch.where(count_T, tokens.user_T, 0) if weighted else count_T.view(torch.uint8).to(torch.int64)
-    number = {"sequence": per_row(count_T, units.cu_S1)}
-    alive: dict[str, Tensor] = {}
-    for unit, size in units.size.items():
-        if unit == "turn":
-            hits_T = count_T.view(torch.uint8).to(torch.int64) if weighted else value_T
-            number[unit] = per_unit(hits_T, units.index[unit], size)
-        elif unit != "sequence":
-            number[unit] = torch.zeros(size, dtype=torch.int64).index_add_(
-                0, units.parent["sequence", unit], number["sequence"]
-            )
-        alive[unit] = number[unit] > 0
-        if tokens.component.units == "all":
-            alive[unit] = present_S if unit == "sequence" else _holds_row(units, unit, present_S)
-    totals: dict[str, int | float] = {unit: int(alive[unit].sum()) for unit in ("sequence", "turn")}
-    totals["token"] = value_T.sum().item()
-    return LocalCounts(tokens=tokens, alive=alive, number=number, value_T=value_T, totals=totals)
-
-
-def _holds_row(units: Units, unit: str, present_S: Tensor) -> Tensor:
-    if unit == "turn":
-        return present_S[units.parent["turn", "sequence"]]
-    rows = units.parent["sequence", unit]
-    return torch.zeros(units.size[unit], dtype=torch.bool).index_fill_(0, rows[present_S], True)
 
 
 def named_keyed(spec: LossSpec) -> tuple[str, ...]:
@@ -168,6 +122,58 @@ class Totals:
             assert everywhere.shape == keys.shape
             self._places[unit] = of_key[keys.shape[0] :]
         return self._places[unit]
+
+
+def unit_totals(
+    local: Local, spec: LossSpec | None, counts: list[dict[str, int | float]], ranks: Ranks, capacity: int
+) -> Totals:
+    """Counts of units over the job; gathers the keyed ones over the data-parallel ranks where a path names any."""
+    unit = finest(spec) if spec is not None else None
+    if spec is None or unit is None:
+        return Totals(counts, None, None)
+    mine = (
+        keyed_rows(local.counts, local.units, unit, capacity)
+        if local.batch is not None
+        else KeyedRows.zeros(capacity, len(spec.components)).table
+    )
+    table = ranks.gather(mine, ranks.data, ranks.data_size).reshape(-1, mine.shape[1])
+    return Totals(counts, table, unit)
+
+
+def check_range(spec: LossSpec, counts: Mapping[str, Mapping[str, int | float]], rows: int) -> None:
+    """Refuse a path whose weights no float32 holds: they would be infinite, or 0.
+
+    A weight is ``1 / (d_1 ... d_n)`` times what the user and corrections say. A divisor lies between what it makes of
+    one unit and what it makes of all the units of the step, which every rank knows, so every rank refuses alike.
+
+    Args:
+        rows: of the step: there are no more prompts and episodes.
+
+    Raises:
+        DataError: the product of the divisors can leave 2^-126 to 2^126.
+    """
+    for part in spec.components:
+        least = most = 0.0
+        for step in part.path.steps:
+            if step.divisor is None or (part.divide_by == "weights" and step.unit == "token"):
+                continue
+            ends = sorted(_log2(step.divisor, float(max(n, 1))) for n in (1, counts[part.name].get(step.unit, rows)))
+            least, most = least + ends[0], most + ends[1]
+        if least < -126 or most > 126:
+            raise DataError(
+                f"{part.name}'s weights can be too {'large' if least < -126 else 'small'} for a float32",
+                expected="divisors whose product lies between 2^-126 and 2^126",
+                got=f"{part.normalizer!r}: 2^{least:g} to 2^{most:g}",
+                fix="scale the component by coef=",
+            )
+
+
+def _log2(divisor: Divisor, count: float) -> float:
+    try:
+        number = float(divisor.of(count))
+    except OverflowError:
+        return math.inf
+    return math.log2(number) if number > 0 else -math.inf
 
 
 def distinct(keys_K2: Tensor) -> tuple[Tensor, Tensor]:

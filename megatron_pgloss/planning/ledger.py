@@ -1,0 +1,61 @@
+"""The ledger of one plan: which of its rows an update was made on, and the log-probs that ``old="record"`` keeps.
+
+The rows' own records carry the notes, so that every view of a row sees them; the ledger belongs to one plan and writes
+its number into them.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from torch import Tensor
+
+from megatron_pgloss.errors import DataError
+from megatron_pgloss.planning.recording import Recorder
+from megatron_pgloss.rollouts import TokenBatch
+from megatron_pgloss.spec import LossSpec
+
+_SERIAL = itertools.count(1)
+
+
+class Ledger:
+    """Notes of the updates that one plan makes.
+
+    Args:
+        batch: this rank's rows, or None.
+        spec: None for a forward-only plan, which makes no update.
+    """
+
+    def __init__(self, batch: TokenBatch | None, spec: LossSpec | None) -> None:
+        self.serial = next(_SERIAL)
+        self.recorder = Recorder(batch) if spec is not None and spec.old == "record" else None
+        """Keeps the log-probs of first updates, with ``old="record"``."""
+        self._records = batch.records_S if batch is not None else ()
+        self._batch = batch
+        self._once = spec is not None and spec.old == "policy"
+
+    def check_open(self) -> None:
+        """Refuse a second on-policy update on the same rows (`mark_updated` by another plan)."""
+        for row, record in enumerate(self._records if self._once else ()):
+            if record.plan not in (None, self.serial):
+                assert self._batch is not None
+                raise DataError(
+                    "a second update on the same rollouts with old='policy'",
+                    where=self._batch.sample_name(row),
+                    fix="use old='given' with scored log-probs, or sample anew",
+                )
+
+    @property
+    def updated(self) -> bool:
+        """Whether a gradient of this plan's loss has been asked for on this rank."""
+        return any(record.plan == self.serial for record in self._records)
+
+    def mark_updated(self) -> None:
+        """Remember that these rows have been updated on by this plan."""
+        for record in self._records:
+            record.plan = self.serial
+
+    def record(self, number: int, index_N: Tensor, logp_N: Tensor) -> None:
+        """With ``old="record"``: keep the log-probs of micro-batch ``number``, which is being updated on."""
+        if self.recorder is not None and self.recorder.wanted:
+            self.recorder.keep(number, index_N, logp_N)

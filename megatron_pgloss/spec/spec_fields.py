@@ -1,0 +1,60 @@
+"""The fields of a spec, and what can be said of them without looking at another part of the room."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megatron_pgloss.spec.base import Part
+from megatron_pgloss.spec.components import AnyComponent
+from megatron_pgloss.spec.corrections import Correction
+from megatron_pgloss.spec.gates import AnyGate
+from megatron_pgloss.spec.kept_set import KeptSet
+from megatron_pgloss.spec.masks import Mask
+from megatron_pgloss.spec.roles import RoleTable
+
+Old = Literal["given", "policy", "record", "rollout", "interpolate"]
+
+
+class SpecFields(Part):
+    """What a `LossSpec` holds. Those who check, print and ask a spec take it as this."""
+
+    components: tuple[AnyComponent, ...]
+    """At least one; names unique."""
+    old: Old = "given"
+    """Where the base of the ratio comes from:
+
+    - ``given``: the batch's old stream.
+    - ``policy``: the policy itself, held fixed. The ratio is exactly 1; a batch is good for one update.
+    - ``record``: the policy itself in a row's first update; in later ones, the log-probs that the row had in its first.
+    - ``rollout``: the sampler's stream, so that there are two policies and not three.
+    - ``interpolate``: a point between the sampler's log-prob and the policy's, by how many versions ago the token was
+      sampled (`megatron_pgloss.rules.corrections.interpolation`).
+    """
+    corrections: tuple[Correction, ...] = ()
+    gates: tuple[AnyGate, ...] = ()
+    masks: tuple[Mask, ...] = ()
+    kept: KeptSet | None = None
+    """The policy's tokens scored on the sets that the sampler drew from; None: on the whole vocabulary."""
+    roles: RoleTable = RoleTable()
+    empty_sequences: Literal["refuse", "exclude"] = "refuse"
+    """A sequence that has no member of any component before rules: an error that names it, or left out and reported."""
+    log_ratio_bound: Annotated[float, Field(gt=0, le=80)] = 20.0
+    """Log-ratios are bounded to plus or minus this before exp; the gradient beyond is 0 and counted."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Component names in order."""
+        return tuple(component.name for component in self.components)
+
+    @property
+    def chosen(self) -> str | None:
+        """Name of the stream of ids at which a component reads the policy's log-probs, or None:
+        ``token_logprobs(..., chosen_ids=micro.wide(spec.chosen))``.
+        """
+        return next((part.chosen_ids for part in self.components if part.chosen_ids is not None), None)
+
+    def is_late(self, rule: Correction) -> bool:
+        """Whether ``rule`` reads the current policy and so acts inside the loss."""
+        return rule.ratio_of is not None and (rule.ratio_of == "policy" or self.old == "interpolate")
