@@ -1,4 +1,4 @@
-"""What holds for every test: what is run and in which order, one thread a process, worlds started side by side."""
+"""Settings of every test: which tests run and in which order, one thread per process, worlds side by side."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ import pytest
 if importlib.util.find_spec("hypothesis"):  # a bare GPU machine runs tests/test_gpu.py without it
     from hypothesis import settings
 
-    # A busy machine must not fail a test, and CI must not draw other examples than the run before.
+    # A busy machine must not make a test fail, and every run must draw the same examples.
     settings.register_profile("pgloss", deadline=None, derandomize=bool(os.environ.get("CI")))
     settings.load_profile("pgloss")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Which tests, and in which order."""
+    """Add the options that choose tests and their order."""
     group = parser.getgroup("megatron_pgloss")
     group.addoption("--exhaustive", action="store_true", help="whole products of layouts, specs and dtypes, not covers")
     group.addoption("--lines", metavar="FILE", help="write which lines of the package each test runs (Python 3.12)")
@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before test files are imported: what they list depends on it (`support.cover`)."""
+    """Set environment variables before test files are imported: their lists of cases depend on them."""
     if config.getoption("--exhaustive"):
         os.environ["PGLOSS_EXHAUSTIVE"] = "1"
     if config.getoption("--lines"):
@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only an exhaustive run visits and what needs a GPU; put tests that wait for worlds last."""
+    """Skip tests of exhaustive runs and of GPUs where there is none; put tests that wait for worlds last."""
     from support.worlds import worlds_of
 
     if not config.getoption("--exhaustive"):
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _shuffle(items, seed)
     for item in items:
         if waits := worlds_of([item]):
-            # Each world has a deadline of its own, from when it starts; it may have to wait for seats.
+            # Each world has its own deadline from its start, but it may have to wait for seats first.
             item.add_marker(pytest.mark.timeout(600 + sum(world.timeout for world in waits)))
     items.sort(key=lambda item: bool(worlds_of([item])))
     _skip_without_gpu(items)
@@ -90,7 +90,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     from support.worlds import RUN, worlds_of
 
     gc.collect()
-    gc.freeze()  # nothing collected so far will be garbage: not to be looked through again in five thousand tests
+    gc.freeze()  # what was collected so far stays alive, and need not be searched for garbage during thousands of tests
     if not session.config.option.collectonly and RUN.method == "forkserver":
         for world in worlds_of(session.items):
             RUN.submit(world)
@@ -119,7 +119,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """No world outlives the run."""
+    """End all worlds with the run."""
     from support.worlds import RUN
 
     RUN.close()
@@ -134,7 +134,7 @@ _TABLE = pytest.StashKey[list[str]]()
 
 @pytest.fixture(scope="session")
 def table(pytestconfig: pytest.Config) -> list[str]:
-    """Lines to print at the end of the run: measured figures that a reader wants to see even when all is well."""
+    """Lines to print at the end of the run: measured figures that are of interest even if all tests pass."""
     return pytestconfig.stash.setdefault(_TABLE, [])
 
 

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "unique", "masked_select", "bincount")
-"""Operations whose result, or its size, the host must know: on a GPU it waits for all that was launched before.
-``unique`` stands for its variants."""
+"""Operations whose result, or the size of whose result, the host must know: on a GPU it waits for everything that was
+launched before. ``unique`` stands for its variants."""
 
 
 class Dispatched(TorchDispatchMode):
@@ -24,7 +24,7 @@ class Dispatched(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         self.number[name] += 1
-        # Indexing by a mask looks for its true places; repeating by a tensor adds it up.
+        # The host waits in both: indexing by a mask finds its true places, and repeating by a tensor sums it.
         indices = args[1] if name in ("index", "index_put", "index_put_", "_index_put_impl_") else ()
         by_mask = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
         repeats = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None

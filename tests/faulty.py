@@ -47,7 +47,7 @@ def padded(rows: Sequence[Row]) -> Given:
 
 
 def spec() -> pg.LossSpec:
-    """Reads every stream; turns named, so that their faults show."""
+    """A spec that reads every stream and has turns in a normaliser, so that faults in all of them show."""
     return pg.LossSpec(
         components=[
             pg.PolicyGradient(normalizer="mean(prompt) > mean(turn) > mean(token)"),
@@ -69,7 +69,7 @@ def at_action(given: Given, name: str, value: float) -> Given:
 
 
 def action_place(given: Given) -> str:
-    """How errors name that token."""
+    """The words by which errors name that token."""
     row = next(i for i, state in enumerate(given["terminations"]) if state != "truncated")
     return f"sample '{given['sample_ids'][row]}', token {int(given['action_mask'][row].to(torch.int8).argmax())}"
 
@@ -105,15 +105,15 @@ def without(name: str) -> Callable[[Given], Given]:
 
 @dataclass(frozen=True)
 class Fault:
-    """What one rank does wrong."""
+    """A mistake of one rank."""
 
     spoil: Callable[[Given], Given]
     words: tuple[str, ...]
-    """That the error must hold, beside the rank."""
+    """Words that the error must have, beside the rank."""
     kind: str = "DataError"
 
 
-# Raised by the builder itself, on the guilty rank alone: kept in the batch until the plan.
+# Errors of the builder, on the guilty rank alone; the batch holds them until it is planned.
 BUILD = {
     "a stream's shape": Fault(cut("old_logprobs"), ("old_logprobs has the wrong shape",)),
     "a mask's shape": Fault(cut("action_mask"), ("action_mask has the wrong shape",)),
@@ -132,7 +132,7 @@ BUILD = {
     "an action in the padding": Fault(swap(lengths=lambda n: n - 1), ("action_mask is true outside of its row",)),
     "no tokens": Fault(without("tokens"), ("from_padded has no tokens",)),
 }
-# Found by the plan, which knows the spec.
+# Errors that only the plan can find, because they depend on the spec.
 PLAN = {
     "NaN in old": Fault(lambda g: at_action(g, "old_logprobs", float("nan")), ("non-finite", "'rl'", "stream 'old'")),
     "inf in ref": Fault(lambda g: at_action(g, "ref_logprobs", float("inf")), ("non-finite", "'kl'", "stream 'ref'")),
@@ -169,7 +169,7 @@ def dealt(rank: int, world: int) -> list[Row]:
 
 
 def plan_faults(rank: int, world: int) -> dict[str, tuple[str, str, float]]:
-    """Plain data parallelism: each fault on one rank."""
+    """Plan each fault on one of several data-parallel ranks, and return the error of this rank."""
     found = {}
     for name, fault in (BUILD | PLAN).items():
         given = padded(dealt(rank, world))

@@ -1,4 +1,4 @@
-"""Models with a value head, and one step of them or of an exact KL on a layout, held against the float64 oracle."""
+"""Models with a value head, and steps of them or with an exact KL on a layout, compared with the float64 oracle."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REFERENCE_SEED = 9
 
 
 def critic(*args: Any) -> Any:
-    """A GPTModel whose output layer is replaced, as trainers do it."""
+    """A GPTModel whose output layer is replaced by a value head, as trainers do it."""
     from megatron_pgloss import megatron as pgm
 
     model = models._gpt(*args)
@@ -57,7 +57,7 @@ for _name, _make in (("critic", critic), ("actor critic", actor_critic)):
 
 
 def values_spec() -> pg.LossSpec:
-    """A policy and its value head in one step, each under its own normaliser."""
+    """A spec that trains a policy and its value head, each under its own normaliser."""
     return pg.LossSpec(
         components=[
             pg.PolicyGradient(normalizer="mean(sequence) > mean(token)"),
@@ -68,7 +68,7 @@ def values_spec() -> pg.LossSpec:
 
 
 def exact_spec() -> pg.LossSpec:
-    """A policy held by its exact KL to a reference."""
+    """A spec with a policy gradient and the exact KL to a reference."""
     return pg.LossSpec(
         components=[
             pg.PolicyGradient(),
@@ -87,7 +87,7 @@ SPECS = {
 
 
 class Truth:
-    """The oracle's answers, each asked for once. Collective in building the models."""
+    """The oracle's answers, each computed once. Building the models is a collective."""
 
     def __init__(self) -> None:
         self._found: dict[Any, Any] = {}
@@ -136,7 +136,7 @@ def _answer(name: str, temperature: bool, layers: int | None) -> Any:
 
 
 def batches(job: Job, where: Any, spec: pg.LossSpec, rows: list[Any]) -> list[pg.TokenBatch]:
-    """This rank's share, with what a critic reads."""
+    """This rank's batches, with the streams that a critic reads."""
     mine = jobs.share(rows, where.dp_rank, where.dp, job.empty_rank, shuffle=job.shuffle)
     if not mine:
         return []
@@ -149,10 +149,10 @@ def batches(job: Job, where: Any, spec: pg.LossSpec, rows: list[Any]) -> list[pg
 
 
 def visit(job: Job, name: str, truth: Truth, own_forward_step: bool = False) -> SimpleNamespace:
-    """One step: what is off. A collective.
+    """Run one step, and return its errors. A collective.
 
     Args:
-        own_forward_step: reference logits are handed to ``loss_func``, instead of a reference to the step.
+        own_forward_step: hand reference logits to ``loss_func``, instead of a reference model to the step.
     """
     kind, make = SPECS[name]
     rows, loss, grads, values = truth.of(name, job)
@@ -196,7 +196,7 @@ def visit(job: Job, name: str, truth: Truth, own_forward_step: bool = False) -> 
 
 
 def refusals() -> dict[str, str]:
-    """What is refused, by its message. A collective: four processes, data-parallel."""
+    """Refused uses of value heads and references to their messages. A collective over four data-parallel ranks."""
     from megatron_pgloss import megatron as pgm
     from megatron_pgloss.megatron import outputs
 

@@ -1,4 +1,4 @@
-"""Worlds of processes that visit layouts, and what tests of one layout share."""
+"""Worlds of processes that visit layouts, and the choice of layouts and specs to visit."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ OVER_UNITS = ("rich", "sequence", "turn")
 
 
 def quiet() -> None:
-    """Warnings of libraries, in a spawned process, are not the test's."""
+    """Silence libraries' warnings, which in a world's process are not the test's concern."""
     warnings.simplefilter("ignore")
 
 
 def axes(layout: Scenario) -> set[str]:
-    """The parallel dimensions above one, and the modes."""
+    """The parallel dimensions above 1, and the modes of a layout."""
     found = {axis for axis in ("tp", "pp", "vpp", "cp", "ep", "dp") if (getattr(layout, axis) or 1) > 1}
     return found | {mode for mode in ("sp", "per_token", "distributed_optimizer", "packed") if getattr(layout, mode)}
 
 
 def features(layout: Scenario) -> set[Any]:
-    """What a layout shows: sizes, flags, every pair of axes that it has together, and tp x pp x cp."""
+    """The features of a layout: sizes, flags, every pair of its axes, and tp x pp x cp if it has all three."""
     flags = ("overlap", "average", "variable_lengths", "collection", "tied", "temperature", "tail", "empty_rank")
     kinds = (
         "tp",
@@ -71,8 +71,8 @@ def features(layout: Scenario) -> set[Any]:
 
 
 def visits(table: dict[int, tuple[Scenario, ...]], specs: Iterable[str]) -> list[tuple[Scenario, str]]:
-    """Which specs each layout is visited with: what shows every feature of every layout, every axis with every spec,
-    and packed rows under context parallelism with every spec that has a statistic of a unit.
+    """The pairs of layout and spec to visit. Together they have every feature of every layout, every axis with every
+    spec, and packed rows under context parallelism with every spec that has a statistic over a unit.
     """
     cases = [(at, spec) for world in table for at in table[world] for spec in ([""] if at.own else specs)]
 
@@ -84,14 +84,14 @@ def visits(table: dict[int, tuple[Scenario, ...]], specs: Iterable[str]) -> list
     def cost(case: tuple[Scenario, str]) -> float:
         return 1.0 + (case[0].world or 1)
 
-    # Everything of two processes, three axes at once, and what the tests of the harness itself read.
+    # Always visited: layouts of two processes, layouts with three axes, and those that tests of the harness read.
     always = [case for case in cases if case[1] == "rich" and (case[0].world == 2 or len(case[0].model_axes) == 3)]
     always += [case for case in cases if case[1] == "rich" and case[0].name in ("dp1, 1 micro-batches",)]
     return visited("layouts x specs", cases, shows, cost=cost, always=always)
 
 
 def tour(rank: int, world: int, chosen: dict[str, list[str]], precision: str = "float64") -> list[Any]:
-    """For `worlds.run_world`: layouts of this world by name, each under the specs named; all outcomes."""
+    """Visit layouts of this world by name, each under the named specs, and return all outcomes (for `run_world`)."""
     from megatron_pgloss.verify.layouts.table import LAYOUTS
     from megatron_pgloss.verify.run.judge import PRECISIONS
     from megatron_pgloss.verify.run.specs import SPECS, without_edges

@@ -1,4 +1,4 @@
-"""Checks of the CPU rooms beyond layouts; each runs on both ranks of a world of two and returns what it found."""
+"""Checks of Megatron-Core on CPU beside layouts; each runs on both ranks of a world of two and returns its findings."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float
 
 
 def gpt2_like(rank: int) -> float:
-    """LayerNorm, biases, GELU, learned positions, one head a group, query and key norms."""
+    """A model with LayerNorm, biases, GELU, learned positions, one head per group, and query and key norms."""
     model = dict(norm="LayerNorm", bias=True, gated=False, position="learned_absolute", query_groups=None)
     model["extra"] = dict(qk_layernorm=True)
     want = _grads({}, model)
@@ -79,7 +79,7 @@ def gpt2_like(rank: int) -> float:
 
 
 def own_layers_are_megatrons(rank: int) -> float:
-    """Our attention and norms give what Megatron's local ones give, which know neither CP, SP nor packing."""
+    """The package's attention and norms equal Megatron's local ones, which support neither CP, SP nor packing."""
     from megatron_pgloss.verify.layouts.models import build_gpt, destroy_parallel, init_parallel
     from megatron_pgloss.verify.layouts.weights import deterministic_weights
 
@@ -99,7 +99,7 @@ def own_layers_are_megatrons(rank: int) -> float:
 
 
 def expert_losses(rank: int) -> float:
-    """Aux and z-loss count each micro-batch, so the composition is held: only the place of the experts changes."""
+    """Aux and z-loss depend on what a micro-batch holds, so that is kept: only the ranks of the experts change."""
     model = dict(experts=4, moe_aux_coeff=0.1, moe_z_coeff=0.1)
     want = _grads({}, model)
     without = _grads({}, dict(experts=4))
@@ -202,7 +202,7 @@ def groups_share_a_device(rank: int) -> dict[str, Any]:
         return sum(os.path.islink(file) and "eventpoll" in os.readlink(file) for file in files)
 
     enable_cpu()
-    dist.new_group()  # the one whose device is shared
+    dist.new_group()  # this group's device is shared
     before = polled()
     groups = [dist.new_group([at] if at < 2 else [0, 1]) for at in range(20)]
     after, sums = polled(), []
@@ -211,7 +211,7 @@ def groups_share_a_device(rank: int) -> dict[str, Any]:
             value = torch.tensor([rank + 1.0])
             dist.all_reduce(value, group=group)
             sums.append(float(value))
-    dist.monitored_barrier(groups[-1])  # gloo's alone
+    dist.monitored_barrier(groups[-1])  # only gloo has it
     for group in groups:
         dist.destroy_process_group(group)
     return {"sums": sums, "more devices": after - before}
@@ -240,7 +240,7 @@ def _message(function: Callable[[], object]) -> str:
 
 
 def refusals(rank: int) -> dict[str, str]:
-    """What is wrong is said, on every rank alike."""
+    """Errors of a wrong setup, which are the same on every rank."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from megatron_pgloss.megatron.cpu.attention import rank_positions
@@ -263,7 +263,7 @@ def refusals(rank: int) -> dict[str, str]:
 
 
 def torch_is_untouched(rank: int) -> dict[str, Any]:
-    """Code outside Megatron sees the torch it knows, and CUDA stays unavailable."""
+    """Code outside Megatron sees an unchanged torch, and CUDA stays unavailable."""
     from megatron_pgloss.megatron.cpu import enable_cpu
 
     enable_cpu()

@@ -1,7 +1,7 @@
 """Every part that a spec can have, found in the spec's own unions, and a step in which each of them can show.
 
-A new kind of surrogate, correction or gate is picked up by itself, built from its defaults and its ``example``; numbers
-under which it acts on this step go into `ARGUMENTS`.
+A new kind of surrogate, correction or gate is found in its union, and built from its defaults and its ``example``. If
+it does nothing on this step under these numbers, `ARGUMENTS` gives it others.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 
 
 def built(union: Any) -> dict[str, Any]:
-    """Name to one of each kind in a union of spec parts."""
+    """Build one of each kind in a union of spec parts, by name."""
     kinds = get_args(get_args(union)[0]) if get_args(union) else ()
     found = {}
     for kind in kinds:
@@ -158,13 +158,13 @@ FORMS = {
 
 
 def rl(normalizer: str = "mean(sequence) > mean(token)", **more: Any) -> pg.PolicyGradient:
-    """A policy gradient under a normaliser that can tell lengths apart."""
+    """A policy gradient under a normaliser whose weights depend on the lengths of rows."""
     return pg.PolicyGradient(normalizer=normalizer, **more)
 
 
 @functools.cache
 def step(seed: int = 3) -> tuple[list[Row], dict[str, list[Tensor]]]:
-    """Rows with every stream that anything reads; and what the model says, per row in token order."""
+    """Rows with every stream that some spec reads, and the model's outputs per row in token order."""
     rows = jobs.rows_of_step(seed)
     dice = Dice(seed + 1)
     says = {name: [dice.normal(len(row["tokens"]), 0.5) for row in rows] for name in ("logp", "entropy", "value")}
@@ -213,7 +213,7 @@ def aligned(parts: list[Tensor], last: float = NAN) -> Tensor:
 def answer(
     spec: pg.LossSpec, split: pg.Split = ONE, order: list[int] | None = None, cuts: int = 1, **more: Any
 ) -> Answer:
-    """The package's answer; ``order`` of the rows, which are dealt out to ``cuts`` batches."""
+    """The package's answer, with the rows in ``order`` and dealt to ``cuts`` batches."""
     rows, says = step()
     places = order if order is not None else list(range(len(rows)))
     size = -(-len(places) // cuts)
@@ -255,11 +255,11 @@ MORE: dict[str, dict[str, Any]] = {
     "prime_dppo": dict(low=0.01, high=0.01), "prime_ipo": dict(eps=0.01), "distill": dict(drop=0.01),
     "cispo": dict(high=0.1), "aipo": dict(cap=1.1), "fipo": dict(half_life=4.0),
 }  # fmt: skip
-"""Numbers under which a rule of the preset acts on a step as small as this."""
+"""Preset to keywords under which its rules act on a step as small as this."""
 
 
 def presets() -> dict[str, pg.LossSpec]:
-    """Every preset as it comes, but for the numbers of `MORE`."""
+    """Every preset with its defaults, except for the keywords of `MORE`."""
     return {
         name: preset.build(**(dict(preset.example) | MORE.get(name, {}))) for name, preset in pg.presets.PRESETS.items()
     }

@@ -1,4 +1,4 @@
-"""Rows drawn as pictures, and short ways to ask the oracle, for its tests."""
+"""Rows written as strings of letters, and short functions that ask the oracle, for the oracle's own tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CE = {"kind": "cross_entropy"}
 
 
 def row(action: str, **more: Any) -> dict[str, Any]:
-    """A row from a picture: "A" action, "o" observation, anything else context."""
+    """A row from a string with one letter per token: "A" action, "o" observation, any other letter context."""
     flags = {
         "tokens": [0] * len(action),
         "action": [c == "A" for c in action],

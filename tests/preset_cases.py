@@ -10,11 +10,11 @@
 | log pi - log ref | -0.5 | 0.5 | -1 | 0 | 1 | NaN |
 | entropy | 0.3 | 0.9 | 0.6 | 0.2 | 1.2 | NaN |
 
-Under a clip of 0.2 on both sides token 0 is clipped high, 2 low, 1 and 3 lie inside, 4 is far off on the open side.
-Each row ends with an answer of the environment, of log-prob -0.4 and -0.6.
+Under a clip of 0.2 on both sides token 0 is clipped high and token 2 low; tokens 1 and 3 lie inside the bounds, and
+token 4 lies far outside, on the side that is not clipped. Each row ends with an observation, of log-prob -0.4 and -0.6.
 
-A test gives the loss as a function of the five log-probs alone: what the objective holds fixed is a number there. So
-its finite differences are those with the stop-gradient inputs frozen.
+A test gives the loss as a function of the five log-probs alone, in which everything that the objective detaches is a
+number. So its finite differences are those of the loss with the detached inputs held fixed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def batch(**more: Any) -> pg.TokenBatch:
 
 
 def aligned(values: Sequence[float], answers: tuple[float, float] = (NAN, NAN)) -> list[float]:
-    """What the model says, position by position."""
+    """Values at the five tokens and the two observations, as a target-aligned stream."""
     placed = [NAN] * 10
     for value, place in zip(values, PLACES, strict=True):
         placed[place] = value
@@ -96,13 +96,13 @@ def check(
     answers: tuple[float, float] = (0.0, 0.0),
     **more: Any,
 ) -> None:
-    """The package has this value and these slopes, the function of the log-probs has them too.
+    """Assert that the package, and likewise ``loss`` by finite differences, has this value and these slopes.
 
     Args:
         slopes: d loss / d log pi of the five tokens, in closed form.
-        loss: of the five log-probs, with everything else frozen.
-        answers: slopes at the two answers.
-        more: streams of the batch.
+        loss: the loss as a function of the five log-probs, with everything else held fixed.
+        answers: slopes at the two observations.
+        more: further streams of the batch.
     """
     answer = solve(batch(**more), spec, aligned(X, (-0.4, -0.6)), aligned(H, (0.5, 0.7)))
     assert abs(answer.loss - value) < 1e-12

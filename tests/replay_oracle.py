@@ -1,6 +1,6 @@
-"""The oracle's training run: steps of examples/train_rl.py on replayed rollouts, in one process, from the formulas.
+"""The oracle's training run: steps of examples/train_rl.py on recorded rollouts, in one process, from the formulas.
 
-It takes from the run under test only which rows each step had; scoring, loss, gradient, norm and update are its own.
+Only the rows of each step come from the run under test; scoring, loss, gradient, norm and update are computed here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BETAS = (0.9, 0.99)
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What the run was told; the model is that of ``examples/train_rl.py --layers 4``."""
+    """Settings of the run; the model is that of ``examples/train_rl.py --layers 4``."""
 
     seed: int
     init_std: float

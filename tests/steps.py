@@ -1,4 +1,4 @@
-"""Small batches drawn as pictures, and the whole loss of a plan from log-probs that are made up."""
+"""Small batches written as strings of letters, and the whole loss of a plan from made-up log-probs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ONE = pg.Split(microbatches=1)
 
 
 def pictured(*rows: str, dtype: torch.dtype = torch.float64, **given: Any) -> pg.TokenBatch:
-    """A packed batch, one row per picture: "A" action, "o" observation, anything else context.
+    """A packed batch, one row per string, one letter per token: "A" action, "o" observation, any other letter context.
 
     ``given`` are arguments of `TokenBatch.from_packed`. A number or a list becomes a tensor: one number for all tokens,
-    one a row, or one a token (rows end to end), in token order.
+    one per row, or one per token (rows end to end), in token order.
     """
     text = "".join(rows)
     more: dict[str, Any] = {"advantages": 1.0} | given
@@ -91,12 +91,12 @@ def solve(
     fill: float = NAN,
     **options: Any,
 ) -> Answer:
-    """Plan, score every micro-batch with ``logp`` (and ``entropy``, ``value``), add up, run backward. A statistics pass
-    goes before where the spec needs one.
+    """Plan, compute the loss of every micro-batch from ``logp`` (and ``entropy``, ``value``), add up, run backward. If
+    the spec needs a statistics pass, it runs first.
 
     Args:
         logp: [T], target-aligned: entry t is about the token after position t. Lists become float64.
-        fill: what the model gives at padding.
+        fill: the model's output at padding.
     """
     given = [batches] if isinstance(batches, pg.TokenBatch) else list(batches)
     plan = pg.plan(given, spec, split=split, coef=coef, version=version)
@@ -155,7 +155,7 @@ def near(got: Any, expected: Any, rtol: float = 1e-14) -> None:
 
 
 def refused(kind: type[pg.PGLossError], build: Callable[[], Any], *words: str) -> pg.PGLossError:
-    """``build`` raises exactly ``kind``, and the message holds every one of ``words``."""
+    """Assert that ``build`` raises exactly ``kind``, with all of ``words`` in the message."""
     try:
         build()
     except pg.PGLossError as error:

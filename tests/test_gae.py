@@ -155,7 +155,7 @@ def test_ten_thousand_actions_in_a_row() -> None:
         (lambda b, v: A.gae(b, [1.0, 1.0], values=v * NAN), ("values is not finite", "row 0, token 1")),
         (lambda b, v: A.gae(b, [1.0, 1.0], values=v.masked_fill(v == 4, NAN)), ("value of its last state", "row 1")),
         (lambda b, v: A.gae(b, [1.0, 0.5], values=v, order=[0, 1]), ("different rewards", "row 0 and row 1")),
-        (lambda b, v: A.gae(b, [1.0, 1.0], values=v, order=[0, 0]), ("one place",)),
+        (lambda b, v: A.gae(b, [1.0, 1.0], values=v, order=[0, 0]), ("the same order",)),
     ],
 )
 def test_what_cannot_be_is_refused(build: Any, words: tuple[str, ...]) -> None:

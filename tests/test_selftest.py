@@ -135,7 +135,7 @@ def test_a_neutral_fault_a_wrong_table_and_a_patch_that_never_ran_go_red(everyon
     (neutral,) = problems["neutral"]
     assert "must be seen on 'dp2 tp2 temperature', but the error is" in neutral
     nowhere, visible = problems["said to be invisible"]
-    assert "seen by no layout" in nowhere
+    assert "no layout can see it" in nowhere
     assert "cannot show on 'dp2 tp2 temperature', but the error is" in visible
     never, _ = problems["never run"]
     assert "patch not reached, megatron_pgloss.megatron.sharing:broadcast never ran" in never

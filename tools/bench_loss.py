@@ -5,9 +5,9 @@
 
 Every implementation runs once per round, in turn, on the same logits; medians over rounds are printed, with the ratio
 to the fastest peer that gives an entropy gradient and to the copy of the logits timed in the same rounds. Peak memory
-beyond the logits comes from a fresh process each. The loss is sum(logp) + 0.1 sum(H); where a peer gives no entropy,
-sum(logp) alone, and it says so. The gradient ends where the layer before would take it up: adding it to a leaf would
-copy it. `bench/phases.py` then says where our time went.
+beyond the logits comes from a fresh process each. The loss is sum(logp) + 0.1 sum(H); where a peer gives no entropy it
+is sum(logp), and the table says so. The gradient is dropped where the layer before the logits would take it, because
+adding it to a leaf would copy it. `bench/phases.py` then measures the phases of this package's own pass.
 
 On a GPU (``--device cuda``) times are those of its own events, the L2 cache is emptied before each, and peak memory is
 the allocator's. ``--sweep 1024 2048`` adds the fused head's modes over chunk sizes.
@@ -40,7 +40,7 @@ MODES = ("keep", "forward", "recompute")
 
 
 def start_megatron(folder: str) -> str | None:
-    """Tensor parallelism of one for Megatron's and verl's functions; why not, where it cannot be had."""
+    """Set up tensor parallelism of size 1 for Megatron's and verl's functions; return the reason where that fails."""
     try:
         from megatron.core import parallel_state
     except ImportError as error:
@@ -52,7 +52,7 @@ def start_megatron(folder: str) -> str | None:
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Seconds that ``work`` takes; on a GPU from a cold L2 cache, by its events."""
+    """Seconds that ``work`` takes; on a GPU measured by its events, from a cold L2 cache."""
     if DEVICE == "cpu":
         start = time.perf_counter()
         work()
@@ -73,7 +73,7 @@ def timed_median(work: Callable[[], Any], rounds: int) -> float:
 
 
 def once(run: peers.Run, inputs: list[torch.Tensor], targets: torch.Tensor) -> bool:
-    """Forward and backward; whether there was an entropy."""
+    """Run forward and backward; return whether the implementation gives an entropy."""
     logprob, entropy = run(*[phases.Model.apply(x) for x in inputs], targets)
     (logprob.sum() if entropy is None else logprob.sum() + 0.1 * entropy.sum()).backward()
     return entropy is not None
@@ -93,7 +93,7 @@ def data(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch.Tensor]
 
 
 def race(runs: dict[str, peers.Run], shape: tuple[int, ...], dtype: torch.dtype, rounds: int) -> dict[str, dict]:
-    """Median wall milliseconds of each, interleaved, and of copying the logits."""
+    """Median wall milliseconds of each implementation and of copying the logits, measured in turn."""
     inputs, targets = data(shape, dtype)
     base = [x.detach().clone() for x in inputs]
     logits = torch.zeros(shape[0], shape[-1], dtype=dtype, device=DEVICE)
@@ -102,7 +102,7 @@ def race(runs: dict[str, peers.Run], shape: tuple[int, ...], dtype: torch.dtype,
     entropy: dict[str, bool] = {}
     for turn in range(rounds + 1):  # the first warms up
         for name, run in runs.items():
-            with torch.no_grad():  # some write over what they are given
+            with torch.no_grad():  # some implementations write over their inputs
                 for x, kept in zip(inputs, base, strict=True):
                     x.copy_(kept)
             seconds = timed(lambda run=run, name=name: entropy.update({name: once(run, inputs, targets)}))
@@ -121,7 +121,7 @@ def resident(key: str) -> int:
 
 
 def peak_extra(run: peers.Run, shape: tuple[int, ...], dtype: torch.dtype) -> float:
-    """Bytes beyond the inputs at the peak of one pass, per logit. Compiled code is made at a small shape before."""
+    """Peak bytes of one pass beyond the inputs, per logit. A pass at a small shape compiles before."""
     if DEVICE == "cpu":
         small = (256, *shape[1:-1], 2**14 + 64)
         once(run, *data(small, dtype))
@@ -139,7 +139,7 @@ def peak_extra(run: peers.Run, shape: tuple[int, ...], dtype: torch.dtype) -> fl
 
 
 def peaks(runs: dict[str, peers.Run], text: str, dtype: str, results: dict[str, dict]) -> None:
-    """Peak memory of each into ``results``."""
+    """Measure the peak memory of each implementation, into ``results``."""
     shape = tuple(map(int, text.split("x")))
     for name, run in runs.items():
         on_gpu = DEVICE == "cuda"
@@ -151,14 +151,14 @@ def peaks(runs: dict[str, peers.Run], text: str, dtype: str, results: dict[str, 
 def in_fresh_process(name: str, shape: str, dtype: str) -> float | None:
     """`peak_extra` of one implementation; None where that process fails."""
     command = [sys.executable, __file__, "--peak-of", name, "--shapes", shape, "--dtypes", dtype]
-    # glibc gives large blocks back at once, so that the peak is of what is alive.
+    # Makes glibc return large blocks at once, so that the peak counts live memory only.
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     return float(ran.stdout.split()[-1]) if ran.returncode == 0 else None
 
 
 def usable(found: Any, skipped: dict[str, str]) -> dict[str, peers.Run]:
-    """What can run; the rest with its reason in ``skipped``."""
+    """The implementations that can run; the others go into ``skipped`` with their reasons."""
     runs: dict[str, peers.Run] = {}
     for name, run in found:
         if isinstance(run, str):
@@ -169,7 +169,7 @@ def usable(found: Any, skipped: dict[str, str]) -> dict[str, peers.Run]:
 
 
 def sweep(options: argparse.Namespace, text: str, dtype: str, report: dict[str, Any]) -> None:
-    """The fused head's modes over sizes of chunk, time and peak memory, as one table."""
+    """Measure time and peak memory of the fused head's modes over sizes of chunk, as one table."""
     runs = {f"ours, {mode}, {chunk}": peers.our_head(mode, chunk) for mode in MODES for chunk in options.sweep}
     results = race(runs, tuple(map(int, text.split("x"))), DTYPES[dtype], options.rounds)
     if DEVICE == "cuda":
@@ -219,7 +219,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, megatron: str | None) -> None:
-    """All tables, printed and written."""
+    """Measure all tables, print and write them."""
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     report: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "device": DEVICE, "threads": options.threads}
     flags = Path("/proc/cpuinfo").read_text() if DEVICE == "cpu" else ""

@@ -2,9 +2,10 @@
 
     python tools/circles.py
 
-A room is a package; its parts are its modules, its folders as wholes, and its own ``__init__``. Parts that reach each
-other form a circle. The circles of `KNOWN` are left to be resolved: one that is not in it fails the check, and so does
-one of it that is gone, so that the table can only shrink.
+A room is a package; its parts are its modules, its folders (each as a whole), and its own ``__init__``. Parts that
+import each other, directly or not, form a circle. `KNOWN` lists the circles that are still to be resolved: a circle
+that it does not list fails the check, and so does a listed one that no longer exists, so that the table can only
+shrink.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def all_circles(package: str = PACKAGE) -> dict[str, tuple[str, ...]]:
 
 
 def differences(found: dict[str, tuple[str, ...]], known: dict[str, tuple[str, ...]]) -> Iterable[str]:
-    """What is wrong, a line each; nothing where ``found`` is ``known``."""
+    """One line for each difference between ``found`` and ``known``."""
     for room in sorted(found.keys() | known.keys()):
         here, listed = found.get(room, ()), known.get(room, ())
         yield from (f"{room}: a circle of imports: {ring}" for ring in here if ring not in listed)
@@ -62,7 +63,7 @@ def differences(found: dict[str, tuple[str, ...]], known: dict[str, tuple[str, .
 
 
 def main() -> int:
-    """Print what differs from `KNOWN`; 1 where something does."""
+    """Print the differences from `KNOWN`; return 1 if there are any."""
     sys.path.insert(0, str(ROOT))
     wrong = list(differences(all_circles(), KNOWN))
     print(*wrong, sep="\n", end="\n" if wrong else "")

@@ -1,4 +1,4 @@
-"""Mutants judged by the default test suite: each by those tests that execute its line, the quickest first.
+"""Judge mutants by the default test suite: each by the tests that execute its line, the quickest first.
 
 The suite is collected once; each mutant is a fork of that process, in which the tests that the map names for its line
 run until one fails. The map is made by a run of the suite (Python 3.12):
@@ -25,7 +25,7 @@ import pytest
 from mutants import Mutant, put_into
 
 IN_PROCESS = ("tests/test_docs_tables.py",)
-"""Tests that make a process group in their own process: no world can be forked from it afterwards."""
+"""Test files that make a process group in their own process, from which no world can be forked afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +53,14 @@ class LineMap:
                 self._by_file.setdefault(path, set()).add(name)
 
     def tests(self, file: str, mutant: Mutant, first: str = "") -> list[tuple[str, float]]:
-        """Those of its statement's lines, the quickest first; of the whole file for what runs while it is imported.
+        """The tests that execute a line of the mutant's statement, the quickest first; if none does (the statement runs
+        at import), the tests that execute any line of the file.
 
         Args:
-            file: below the package.
-            mutant: of it.
-            first: names of test files whose tests go before the others, whether or not they run the line: a default or
-                a signature is read without being run.
+            file: the file's path below the package.
+            mutant: a mutant of the file.
+            first: names of test files whose tests come first whether or not they execute the line, because a default
+                or a signature is used without a line being executed.
         """
         start, end = mutant.lines
         names = {name for line in range(start, end + 1) for name in self._by_line.get((file, line), ())}
@@ -80,7 +81,7 @@ class _Running:
 
 @dataclass
 class Trial:
-    """A pytest plugin: in place of running the tests, it tries the mutants on them."""
+    """A pytest plugin that tries the mutants on the tests, instead of running the tests."""
 
     cases: Sequence[Case]
     jobs: int
@@ -89,7 +90,7 @@ class Trial:
     """Seconds of tests for one mutant, by the map."""
     fates: dict[int, str] = field(default_factory=dict)
     _judged: dict[str, bool] = field(default_factory=dict)
-    """Tests that killed to whether they pass without a mutant."""
+    """Tests that killed a mutant, to whether they pass without one."""
     _running: dict[int, _Running] = field(default_factory=dict)
     _waiting: list[tuple[int, Case]] = field(default_factory=list)
     _items: dict[str, pytest.Item] = field(default_factory=dict)
@@ -113,7 +114,7 @@ class Trial:
         return True
 
     def _fit(self, name: str, case: Case) -> bool:
-        """Whether a test that killed passes on the code as it is. Asked once for each; others are left out."""
+        """Whether a test that killed a mutant passes on the unchanged code, tried once per test."""
         if name not in self._judged:
             same = Mutant(0, "unchanged", ast.parse(Path(str(case.module.__file__)).read_text(encoding="utf-8")))
             unchanged = Case(file=case.file, module=case.module, mutant=same, tests=[(name, 0.0)])
@@ -138,7 +139,7 @@ class Trial:
         told = os.read(one.pipe, 1 << 16).decode()
         os.close(one.pipe)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # worlds that a failed test left
+            os.killpg(pid, signal.SIGKILL)  # ends the worlds that a failed test left
         del running[pid]
         killer = told.removeprefix("killed by ")
         if killer in self._items and not self._fit(killer, self.cases[one.number]):
@@ -179,7 +180,7 @@ class Trial:
             os._exit(0)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """In a fork: the first failure ends it."""
+        """Run the tests in a fork, until the first failure."""
         if self._failing is not None and report.failed:
             os.write(self._failing, f"killed by {report.nodeid}".encode())
             os._exit(0)

@@ -1,11 +1,11 @@
-"""Writes what docs/ takes from the code: tables, and what the examples of a page print.
+"""Write the parts of docs/ that are made from the code: tables, and the outputs of a page's examples.
 
     python tools/make_docs.py            # rewrite the pages
     python tools/make_docs.py --check    # change nothing; exit 1 and name the pages that are out of date
 
-In a page, a table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. What a ``python`` block prints stands
-in the ``text`` block behind it, under ``<!-- prints -->``. The blocks of a page share one namespace, and a folder to
-write in.
+In a page, a table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. The output of a ``python`` block stands
+in the ``text`` block after it, under ``<!-- prints -->``. The blocks of a page share one namespace and one working
+folder.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def rows(header: str, cells: list[tuple[str, ...]]) -> str:
 
 
 def metrics() -> str:
-    """All metrics: what they are divided by and what they start at."""
+    """All metrics, with their denominators and their values on the first step."""
     cells = [
         (f"`{row.suffix}`", row.kind, row.meaning, row.divided_by or "-", row.first_step) for row in METRICS
     ]  # fmt: skip
@@ -86,7 +86,7 @@ def keywords() -> str:
 
 
 def elsewhere() -> str:
-    """What gives each preset in other libraries, with what is known to differ."""
+    """The flags that give each preset in other libraries, with the known differences."""
     cells = []
     for name, known in _elsewhere.ELSEWHERE.items():
         for library, (flags, differs) in known.items():
@@ -96,7 +96,7 @@ def elsewhere() -> str:
 
 
 def normalizers() -> str:
-    """The usual normalisers: weight, what the two rollouts of the example get, and their names elsewhere."""
+    """The usual normalisers: their weight, the weights of the example's two rollouts, and their names elsewhere."""
     cells = []
     for path, said in _elsewhere.PATHS.items():
         ((short, long),) = _example.shares(presets.reinforce(normalizer=path)).values()
@@ -109,7 +109,7 @@ def normalizers() -> str:
 
 
 def terminations() -> str:
-    """What the end of a rollout does."""
+    """The effects of each termination of a rollout."""
     then = {"zero": "0", "value": "V(last)", "leaves": "nothing: it leaves"}
     cells = [
         (f"`{state.value}`", effect.masks, "yes" if effect.votes else "never", then[effect.bootstrap])
@@ -149,7 +149,7 @@ def streams() -> str:
 
 
 def names() -> str:
-    """What `import megatron_pgloss` gives, with the first sentence of each docstring."""
+    """The public names of `megatron_pgloss`, with the first sentence of each docstring."""
     cells = []
     for name in pg.__all__:
         if name.startswith("_"):
@@ -222,7 +222,7 @@ def _build(name: str):
 
 
 def supported() -> str:
-    """Modes of Megatron-Core that a test shows."""
+    """Modes of Megatron-Core that work, each with the test that shows it."""
     from megatron_pgloss.megatron.modes import SUPPORTED
 
     return rows("supported | shown by", [(mode, f"`{test}`") for mode, test in SUPPORTED])
@@ -236,7 +236,7 @@ def refused() -> str:
 
 
 def faults() -> str:
-    """What ``verify --self-test`` puts in."""
+    """The faults that ``verify --self-test`` puts in."""
     from megatron_pgloss.verify.faults import FAULTS
 
     cells = [

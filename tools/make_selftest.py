@@ -1,4 +1,5 @@
-"""Writes the measured table of docs/self-test.md from what ``verify --self-test --json`` wrote on each pair.
+"""Write the measured table of docs/self-test.md from the JSON of ``verify --self-test --json`` on each pair of
+versions.
 
 torchrun --nproc-per-node 4 -m megatron_pgloss verify --self-test --json py312.json      # and the same on Python 3.11
 python tools/make_selftest.py py312.json py311.json
@@ -17,7 +18,7 @@ MEASURED = re.compile(r"(<!-- measured -->\n).*?(<!-- end of measured -->)", re.
 
 
 def measured(runs: list[dict[str, Any]]) -> str:
-    """The text between the marks: who ran when, the layouts, and one row for each fault."""
+    """The text between the marks: date and versions of each run, the layouts, and one row for each fault."""
     layouts = list(runs[0]["without_fault"])
     lines = []
     for number, run in enumerate(runs, 1):
@@ -41,7 +42,7 @@ def measured(runs: list[dict[str, Any]]) -> str:
 
 
 def word(cell: dict[str, Any] | None) -> str:
-    """A cell: the worst error where the fault was seen."""
+    """A cell's text: the worst error, ``·`` where nothing was seen, or why there is no figure."""
     if cell is None:
         return "not run"
     if cell["error"]:

@@ -1,4 +1,4 @@
-"""Writes docs/verified.md, the full table of layouts, from what ``verify --json`` wrote on each pair of versions.
+"""Write docs/verified.md, the full table of layouts, from the JSON of ``verify --json`` on each pair of versions.
 
 torchrun --nproc-per-node 8 -m megatron_pgloss verify --json py312.json      # and the same on Python 3.11
 python tools/make_verified.py py312.json py311.json
@@ -44,7 +44,7 @@ def page(runs: list[dict[str, Any]]) -> str:
 
 
 def cells(row: dict[str, Any] | None) -> str:
-    """A run's part of a line."""
+    """The cells of one run in a layout's line."""
     if row is None:
         return " | | | not in this megatron-core |"
     figures = list(row["specs"].values())
@@ -54,7 +54,7 @@ def cells(row: dict[str, Any] | None) -> str:
 
 
 def worst(figures: list[dict[str, Any]], name: str) -> str:
-    """The largest figure, or a dash where one could not be measured."""
+    """The largest figure, or a dash if one could not be measured."""
     values = [spec[name] for spec in figures]
     return "-" if None in values else f"{max(values):.0e}"
 

@@ -17,21 +17,21 @@ OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
-"""What takes an operator's place."""
+"""Operator to the operator that replaces it."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one place."""
+    """One change at one place of a file."""
 
     line: int
     change: str
     """``before -> after``, the expression as text."""
     tree: ast.Module
     lines: tuple[int, int] = (0, 0)
-    """First and last line of the statement that it stands in (of a compound one: of its head)."""
+    """First and last line of the statement around it (of a compound statement: of its head)."""
     text: str = ""
-    """The source line, without its indentation: by it a mutant is known again after the code has moved."""
+    """The source line without its indentation, by which a mutant is recognised after the code has moved."""
 
     def __str__(self) -> str:
         return f"line {self.line}: {self.change}"
@@ -40,8 +40,8 @@ class Mutant:
 def mutants(source: str) -> list[Mutant]:
     """All mutants of a file, in order of their lines.
 
-    Operators are exchanged, numbers raised by one, truth values turned, ``not``, ``~`` and unary minus taken away. Not
-    touched: annotations, texts, the arguments of what is raised, and assertions.
+    Operators are exchanged, one is added to numbers, truth values are inverted, and ``not``, ``~`` and unary minus are
+    removed. Annotations, texts, ``raise`` statements and assertions are not changed.
     """
     tree = ast.parse(source)
     outside, heads, text = _outside(tree), _heads(tree), source.splitlines()
@@ -56,7 +56,7 @@ def mutants(source: str) -> list[Mutant]:
 
 
 def _heads(tree: ast.AST) -> dict[int, tuple[int, int]]:
-    """Each node, by id, to the lines of the innermost statement around it; of a compound one, those of its head."""
+    """Id of each node to the lines of the innermost statement around it; of a compound statement, those of its head."""
     found: dict[int, tuple[int, int]] = {}
 
     def walk(node: ast.AST, lines: tuple[int, int]) -> None:
@@ -84,7 +84,7 @@ def _mutant(tree: ast.Module, place: int, number: int) -> Mutant:
 
 
 def _ways(node: ast.AST) -> int:
-    """In how many ways a node can be changed."""
+    """The number of ways in which a node can be changed."""
     if isinstance(node, ast.Compare):
         return len(node.ops)
     if isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign):
@@ -94,7 +94,7 @@ def _ways(node: ast.AST) -> int:
 
 
 def _changed(node: Any, number: int) -> Any:
-    """The node changed in place, or another one to take its place."""
+    """Change the node in place and return it, or return another node that replaces it."""
     if isinstance(node, ast.UnaryOp):
         return node.operand
     if isinstance(node, ast.Constant):
@@ -119,7 +119,7 @@ def _replace(nodes: list[ast.AST], old: ast.AST, new: ast.AST) -> None:
 
 
 def _outside(tree: ast.Module) -> frozenset[int]:
-    """Nodes that are not touched, by id: a reader's, not the machine's."""
+    """Ids of the nodes that are not changed, because they are for readers only."""
     roots: list[ast.AST] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr):
@@ -137,10 +137,12 @@ def _outside(tree: ast.Module) -> frozenset[int]:
 
 
 def put_into(module: ModuleType, mutant: Mutant) -> None:
-    """Give the module's functions the mutant's code, wherever they are held already; and its constants."""
+    """Give the module's functions the mutant's code in place, so that it runs wherever they are referenced; likewise
+    set the module's constants.
+    """
     name, file = module.__name__, str(module.__file__)
     wrong: dict[str, Any] = {"__name__": name, "__file__": file, "__package__": name.rpartition(".")[0]}
-    # Dataclasses look their module up while they are made.
+    # `__name__` must be right: dataclasses look up their module while they are made.
     exec(compile(mutant.tree, file, "exec"), wrong)
     for key, new in wrong.items():
         old = vars(module).get(key)

@@ -1,15 +1,16 @@
-"""Does a test notice? Puts small mistakes into one file of the package, one at a time, and runs quick tests on each.
+"""Do the tests notice mistakes? Put small mistakes into a file of the package, one at a time, and run quick tests on
+each.
 
     python tools/mutate.py --file planning/token_weights.py
     python tools/mutate.py --file megatron/step.py --jobs 2 --limit 40 --json found.json
     python tools/mutate.py --file maths/segments.py --judge "tests/test_streams.py"
     python tools/mutate.py --file maths/segments.py --file megatron/step.py --judge suite --map lines.json
 
-Works on a temporary copy of package and tests. Everything heavy is imported once; each mutant is a fork of that
-process, with the mutant's code in place of the functions', and worlds of processes are forks of the fork. A mutant is
-killed by the first stage of tests that fails, or that does not end in time; survivors are listed, and the exit code is
-1 where there are any. Without ``--judge``, the stages are those that hold the file (`JUDGES`). The stage ``layouts`` is
-not pytest's: it takes one step on each layout of ``verify --self-test`` and holds it against the oracle.
+The tool works on a temporary copy of package and tests. It imports heavy libraries once; each mutant runs in a fork of
+that process, in which functions have the mutant's code, and worlds of processes are forks of the fork. A mutant is
+killed by the first stage of tests that fails or does not end in time. Survivors are listed, and make the exit code 1.
+Without ``--judge``, `JUDGES` names the stages of the file. The stage ``layouts`` does not use pytest: it takes one step
+on each layout of ``verify --self-test`` and compares it with the oracle.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Running:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the tool; 1 where a mutant survives."""
+    """Run the tool; return 1 if a mutant survives."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--file", action="append", required=True, help="below megatron_pgloss/; several for the suite")
     parser.add_argument(
@@ -122,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def by_suite(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """Judge the mutants of several files by the tests of the default suite; 1 where one survives."""
+    """Judge the mutants of several files by the tests of the default suite; return 1 if one survives."""
     if args.map is None:
         parser.error("--judge suite needs --map")
     import judge
@@ -162,7 +163,7 @@ def by_suite(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 
 def warm(folder: Path, file: str) -> ModuleType:
-    """A copy of package and tests, with everything heavy imported from it."""
+    """Copy package and tests into ``folder``, import heavy modules, and return the module of ``file``."""
     if folder.resolve() == Path.cwd().resolve():
         return importlib.import_module("megatron_pgloss." + file.removesuffix(".py").replace("/", "."))
     left = shutil.ignore_patterns("__pycache__", ".git", ".venv*", ".gpu", ".*_cache", "runs", "out")
@@ -189,7 +190,7 @@ def warm(folder: Path, file: str) -> ModuleType:
 
 
 def trial(module: ModuleType, chosen: list[Mutant], stages: list[str], args: argparse.Namespace) -> dict[int, str]:
-    """Number of each mutant to its fate. The file as it is goes first, put in like a mutant, and must survive."""
+    """Number of each mutant to its fate. The unchanged file is tried first, put in like a mutant, and must survive."""
     same = Mutant(0, "unchanged", ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")))
     waiting = [(-1, same), *enumerate(chosen)]
     running: dict[int, Running] = {}
@@ -210,7 +211,7 @@ def trial(module: ModuleType, chosen: list[Mutant], stages: list[str], args: arg
             fates[one.number] = _fate(os.waitstatus_to_exitcode(status) if done else None, stages)
             print(f"[{len(fates) - 1}/{len(chosen)}] {fates[one.number]}, {took:.1f} s: {one.mutant}", flush=True)
             if one.number == -1 and fates[-1] != "survived":
-                raise SystemExit("the file as it is does not pass")
+                raise SystemExit("the tests do not pass on the unchanged file")
         time.sleep(0.02)
     return fates
 
@@ -224,7 +225,7 @@ def _fate(code: int | None, stages: list[str]) -> str:
 
 
 def _fork(module: ModuleType, mutant: Mutant, stages: list[str]) -> int:
-    """A process that tries the mutant; its exit code is the number of the stage that failed, or 0."""
+    """Fork a process that tries the mutant; its exit code is the number of the stage that failed, or 0."""
     pid = os.fork()
     if pid:
         return pid
@@ -242,7 +243,7 @@ def _fork(module: ModuleType, mutant: Mutant, stages: list[str]) -> int:
 
 
 def _fork_worlds() -> None:
-    """Worlds are forks of the mutant, not of the warm process, which has the file as it is."""
+    """Make worlds fork from the mutant's process, not from the warm process, which has the unchanged file."""
     from support.worlds import RUN
 
     RUN.method = "fork"

@@ -1,9 +1,9 @@
-"""The cost of a plan in worlds that no test can start: what one rank of 1,024 or 16,384 sends, computes and holds.
+"""The cost of a plan in worlds that no test can start: what one of 1,024 or 16,384 ranks sends, computes and keeps.
 
     python tools/scale.py                # measure all cases, rewrite docs/scale.md
     python tools/scale.py --case JSON    # one case in this process, as JSON
 
-How a rank stands alone in such a world: tools/scale_world.py.
+tools/scale_world.py makes one process a rank of such a world.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ CASES = {
     "16,384 ranks": Case(world=16_384),
     "16,384 ranks, prompts and episodes": Case(world=16_384, keyed=True),
 }
-"""The whole step is the same in all: 10^5 sequences, 10^4 prompts, 10^9 tokens."""
+"""Cases of one whole step: 10^5 sequences, 10^4 prompts, 10^9 tokens."""
 FLAT = {
     f"{world:,} ranks": Case(world=world, sequences=world * 6, tokens=world * 60_000)
     for world in (1_024, 4_096, 16_384)
 }
-"""One rank's share is the same in all: only the world grows."""
+"""Cases in which one rank's share stays the same and only the world grows."""
 UNITS = {
     f"{n:,} episodes": Case(world=4_096, sequences=n, tokens=250_000_000, keyed=True) for n in (25_000, 50_000, 100_000)
 }
@@ -46,14 +46,17 @@ TOKENS = {
 }
 TABLES = {
     "The step": (CASES, "One step of 100,000 sequences, 10,000 prompts and about 10^9 tokens, on more and more ranks."),
-    "The world alone": (FLAT, "The same share for this rank (96 sequences, about 960,000 tokens) in a growing world."),
+    "The world alone": (
+        FLAT,
+        "This rank's share stays the same (96 sequences, about 960,000 tokens) in a growing world.",
+    ),
     "Distinct units": (UNITS, "2.5 x 10^8 tokens in 4,096 ranks, cut into more and more episodes, ten to a prompt."),
-    "Tokens": (TOKENS, "One rank's tokens grow; 100 sequences a rank."),
+    "Tokens": (TOKENS, "One rank's tokens grow, at 100 sequences per rank."),
 }
 
 
 def table(cases: dict[str, Case], found: dict[str, dict[str, Any]]) -> str:
-    """Rows of one table in Markdown."""
+    """One table in Markdown."""
     head = ("", "this rank", *(f"{what}: sent / received" for what in ("plan, world", "plan, dp", "finish, world")))
     lines = [f"| {' | '.join((*head, 'plan, CPU s', 'finish, CPU s', 'peak memory, MiB'))} |", "|" + " --- |" * 8]
     for name in cases:
@@ -67,12 +70,12 @@ def table(cases: dict[str, Case], found: dict[str, dict[str, Any]]) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes in words."""
+    """A number of bytes with its unit."""
     return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 2**10:,.1f} KiB"
 
 
 def page(found: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """docs/scale.md."""
+    """The text of docs/scale.md."""
     parts = [f"## {title}\n\n{words}\n\n{table(cases, found[title])}" for title, (cases, words) in TABLES.items()]
     host = f"Python {platform.python_version()}, torch {torch.__version__}, megatron_pgloss {pg.__version__}"
     body = "\n\n".join(parts)
@@ -84,18 +87,20 @@ INTRODUCTION = "\n".join(
     (
         "# Scale",
         "",
-        "What one rank sends, receives, computes and holds to plan a step and to close it, in worlds that no test can "
-        "start. Made by `python tools/scale.py`; `tests/test_scale.py` holds bytes and shapes on fewer tokens.",
+        "This page says what one rank sends, receives, computes and keeps in memory to plan a step and to close "
+        "it, in worlds that no test can start. `python tools/scale.py` makes it; `tests/test_scale.py` checks "
+        "bytes and shapes on fewer tokens.",
         "",
         "One process plans its real share of the step through torch's `fake` process-group backend, which takes a "
-        "collective's arguments and moves nothing. In place of what would have come back stand rows of every other "
-        "rank, each with its own counts and keys, made from the lengths of all sequences of the step. The plan must "
-        "then count exactly what the whole step has. Times are CPU seconds of one thread, without the network; "
-        "memory is beyond that of the data. 16 ranks hold the same data (TP 4 x PP 4, say).",
+        "collective's arguments and moves no data. The rows that a collective would have gathered from the other "
+        "ranks are made up from the lengths of all sequences of the step, each rank's with its own counts and "
+        "keys. The plan must then count exactly the tokens and units of the whole step. Times are CPU seconds of "
+        "one thread, without the network; memory is the peak beyond the data. Groups of 16 ranks hold the same "
+        "data (TP 4 x PP 4, say).",
         "",
-        "Between plan and finish nothing depends on the world: a micro-batch of T tokens sends `[T, 3]` numbers over "
-        "its tensor-parallel ranks, and one number a sequence or turn over its context-parallel ranks where the spec "
-        "asks for such a statistic.",
+        "Between plan and finish nothing depends on the size of the world: a micro-batch of T tokens sends `[T, "
+        "3]` numbers over its tensor-parallel ranks, and one number per sequence or turn over its "
+        "context-parallel ranks where the spec has a statistic over such units.",
     )
 )
 

@@ -1,4 +1,4 @@
-"""One rank of a world that no test can start: its real plan, among rows made up for all other ranks.
+"""One rank of a world that no test can start: it makes its real plan, and the other ranks' rows are made up.
 
 The rank plans its share of a step through torch's ``fake`` process-group backend, which takes a collective's arguments
 and moves nothing. What the gather would have brought is put in its place: a row from every other rank, each with its
@@ -25,34 +25,34 @@ from megatron_pgloss.planning.wire import SLOTS
 
 SPLIT = pg.Split(sequences=4)
 REPLICA = 16
-"""Ranks that hold the same data, TP 4 x PP 4 say: every 16 ranks are one data-parallel rank."""
+"""Number of ranks that hold the same data (TP 4 x PP 4, say); together they are one data-parallel rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One step, seen by one rank."""
+    """The sizes of one step and of its world."""
 
     world: int
     sequences: int = 100_000
     tokens: int = 1_000_000_000
-    """Of the whole step, about."""
+    """About how many tokens the whole step has."""
     keyed: bool = False
     """Whether the normaliser names prompts and episodes."""
 
     @property
     def data(self) -> int:
-        """Data-parallel ranks."""
+        """The number of data-parallel ranks."""
         return self.world // REPLICA
 
     @property
     def spec(self) -> pg.LossSpec:
-        """Two components over the sampled tokens."""
+        """A spec of two components over the sampled tokens."""
         path = "mean(prompt) > mean(episode) > mean(token)" if self.keyed else "mean(token)"
         return pg.LossSpec(components=[pg.PolicyGradient(normalizer=path), pg.Entropy(coef=1e-3)], old="given")
 
 
 class Step:
-    """All sequences of a step by their lengths: ten to a prompt, in order over the data ranks, uneven."""
+    """The lengths of all sequences of a step: uneven, ten to a prompt, dealt to the data-parallel ranks in order."""
 
     def __init__(self, case: Case) -> None:
         self.case, n = case, case.sequences
@@ -62,7 +62,7 @@ class Step:
         self.actions_N = self.length_N - self.length_N // 8
         self.prompt_N = torch.arange(n) // 10
         self.episode_N = torch.arange(n) % 10
-        # Not a multiple of ten a rank: prompts straddle ranks.
+        # A rank's number of sequences is no multiple of ten, so prompts straddle ranks.
         self.owner_N = torch.arange(n) * case.data // n
         self.first_D = torch.searchsorted(self.owner_N, torch.arange(case.data))
         self.count_D = torch.bincount(self.owner_N, minlength=case.data)
@@ -72,11 +72,11 @@ class Step:
         return torch.zeros(self.case.data, dtype=torch.int64).index_add_(0, self.owner_N, values_N)
 
     def ids(self, rows: slice) -> dict[str, list[int]]:
-        """Prompt and episode ids of these sequences."""
+        """Prompt and episode ids of the sequences ``rows``."""
         return {"prompt_ids": self.prompt_N[rows].tolist(), "episode_ids": self.episode_N[rows].tolist()}
 
     def share(self, rank: int) -> pg.TokenBatch:
-        """The rows of one data rank, with what the spec reads."""
+        """The rows of one data-parallel rank, with the streams that the spec reads."""
         rows = slice(int(self.first_D[rank]), int(self.first_D[rank] + self.count_D[rank]))
         length_S = self.length_N[rows]
         total = int(length_S.sum())
@@ -92,16 +92,16 @@ class Step:
 
 @dataclass(kw_only=True)
 class Wire:
-    """What was gathered, and where the other ranks' rows come from."""
+    """Records every gather, and makes up the rows of the other ranks."""
 
     step: Step
     rank: int
     calls: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
-    """Spent on making rows up, no part of a plan's time."""
+    """Seconds spent on making up rows, which are no part of a plan's time."""
 
     def fill(self, mine: Tensor, size: int) -> Tensor:
-        """The gathered rows [size, ...]: this rank's own, and every other's made up."""
+        """The gathered rows [size, ...]: this rank's own rows, and made-up rows of every other rank."""
         began = time.process_time()
         world = size == self.step.case.world
         kind = "keyed counts" if not world else "counts" if mine.numel() == ROW else "metrics"
@@ -135,7 +135,7 @@ class Wire:
         return rows
 
     def _metrics(self, mine: Tensor) -> Tensor:
-        # One rank of each replica speaks, here its first.
+        # One rank of each replica reports its counts, here the first.
         rows = mine.repeat(self.step.case.world, 1)
         rows[:, 0] = (torch.arange(self.step.case.world) % REPLICA == 0).to(torch.int64)
         return rows
@@ -159,19 +159,19 @@ class Wire:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated(Ranks):
-    """Ranks whose gathers go through the ``fake`` backend and come back filled."""
+    """`Ranks` whose gathers go through the ``fake`` backend and return made-up rows."""
 
     wire: Wire
 
     def gather(self, rows: Tensor, group: Any, size: int) -> Tensor:
-        """int64 [size, ...]: as `Ranks.gather`."""
+        """Rows of all ranks, int64 [size, ...], as from `Ranks.gather`."""
         Ranks.gather(self, rows, group, size)  # the collective itself: shapes and groups as in a real job
         return self.wire.fill(rows, size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What `finish.collect` asks of a layout."""
+    """The attributes of a layout that `finish.collect` reads."""
 
     ranks: Simulated
     speaks: bool = True
@@ -224,7 +224,7 @@ def _finish(made: pg.Plan, place: Any, wire: Wire) -> float:
 
 
 def _check(made: pg.Plan, step: Step) -> None:
-    """The plan's counts are the whole step's, and its weights those of the formula."""
+    """Check that the plan's counts are those of the whole step, and its weights those of the formula."""
     case, counts = step.case, made.counts["rl"]
     wanted = {"token": int(step.actions_N.sum()), "sequence": case.sequences}
     if case.keyed:
@@ -242,7 +242,7 @@ def _check(made: pg.Plan, step: Step) -> None:
 
 
 def _memory(*, reset: bool = False) -> int:
-    """Peak resident bytes of this process; since now if ``reset``."""
+    """Peak resident bytes of this process; ``reset`` starts a new peak from now."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

@@ -1,6 +1,8 @@
-"""From rewards to advantages, over episodes that vote once each: before the batch is planned, in one keyed gather.
+"""From rewards to advantages, before a batch is planned. Every episode counts once, and ranks agree by one keyed
+gather.
 
-Every function takes one `TokenBatch` or a list of them and gives back the same with new streams, and a report.
+The functions of advantages take one `TokenBatch` or a list of them, and return the same with new streams, mostly beside
+a report.
 """
 
 from megatron_pgloss.advantages.gae import gae

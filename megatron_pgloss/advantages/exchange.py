@@ -1,6 +1,6 @@
-"""One gather of rows from every rank, in which an error of one becomes an error of all.
+"""One gather of rows from every rank, in which an error on one rank becomes an error on all.
 
-Rows travel as Python objects: keys of prompts and episodes with a few numbers, never tokens.
+Rows are sent as Python objects: keys of prompts and episodes with a few numbers, never tokens.
 """
 
 from __future__ import annotations
@@ -31,21 +31,24 @@ def members(caller: str, group: Any) -> tuple[Any, int]:
             f"{caller}(group=None) in a world of several ranks would see this rank's episodes only",
             expected="group=the data-parallel process group",
             got=f"world size {dist.get_world_size()}",
-            fix="pass the group that plan gets, or group='local' if no group of episodes straddles ranks",
+            fix="pass the group that plan gets, or group='local' if no prompt has episodes on several ranks",
         )
     return (None, 0) if group is None else (group, dist.get_rank(group))
 
 
 def exchange(caller: str, make: Callable[[int], Rows], group: Any, options: Any = None) -> tuple[list[Rows], int]:
-    """What ``make(rank)`` returns on every rank of ``group``, in rank order, and this rank's place. A collective.
+    """Gather what ``make(rank)`` returns on each rank of ``group``, in rank order; also return this rank's place in it.
+
+    A collective over ``group``.
 
     Args:
-        caller: name of the public function, for errors.
-        make: called once, with this rank's place in the group.
-        options: must be equal on all ranks.
+        caller: the name of the public function, for errors.
+        make: a function that is called once, with this rank's place in the group.
+        group: a process group, ``"local"``, or None in a world of one rank.
+        options: the caller's arguments, which must be equal on all ranks.
 
     Raises:
-        PGLossError: what the first faulty rank's ``make`` raised, on every rank; or options differ.
+        PGLossError: on every rank, the error of the first rank whose ``make`` raised one; or options differ.
     """
     where, rank = members(caller, group)
     rows: Rows | None = None

@@ -1,8 +1,8 @@
 """Generalised advantage estimation over the actions of an episode. `S` rows, `T` tokens.
 
-Time is counted in actions: the value after an action is the value at the episode's next action, so observations and the
-seam between two rows of an episode are bridged. A row is an affine map of what follows it (`gae_rows`), so rows may lie
-anywhere.
+Time is counted in actions: the value after an action is the value at the episode's next action, across observations and
+across the seam between two rows of the episode. A row's advantages are an affine function of what follows the row
+(`gae_rows`), so an episode's rows may lie on any ranks.
 """
 
 from __future__ import annotations
@@ -42,31 +42,34 @@ def gae(
     """``A_t = sum_k (gamma lam)^k delta_(t+k)``, ``delta_t = r_t + gamma V_(t+1) - V_t``, t over the episode's actions
     (Schulman 1506.02438, eq. 16). Returns are ``A_t + V_t``.
 
-    After the last action the episode is worth 0 (success, failure, invalid), V(last) where it was truncated, and a
-    fault leaves: advantage and return 0, whatever its numbers.
+    After its last action an episode is worth 0 if it ended (success, failure, invalid), and V(last) if it was
+    truncated. An episode with a fault takes no part: its advantages and returns are 0, whatever its numbers.
 
     Args:
         batches: this rank's rollouts, with terminations (unless ``bootstrap="none"``).
-        rewards: float [S], the episode's reward on each of its rows; it falls on the episode's last action.
-        values: float32/64 [T]: the value head's output at each position, which is V of the state in which
-            ``targets_T[t]`` is chosen; at a row's last position V of the state after the row. Default: stream
-            ``values`` (of the batch, shifted: its last positions say nothing). Or a function that makes it from all
-            rows as one batch.
+        rewards: float [S], the episode's reward, given on each of its rows and counted once, at its last action.
+        values: float32/64 [T]: the value head's output at each position t, which is V of the state in which
+            ``targets_T[t]`` is chosen; at a row's last position it is V of the state after the row. Default: the
+            batch's stream ``values``, which has no value after a row. Or a function that makes ``values`` from all rows
+            as one batch.
         last_values: float [S]: V of the state after each row; default: ``values`` at the row's last position.
         token_rewards: float32/64 [T], target-aligned, on actions.
-        gamma, lam: in [0, 1], per action token.
-        value_lam: lambda of the returns, where another (VC-PPO 2503.01491).
-        bootstrap: ``"none"``: truncated episodes end with 0 too.
-        order: int [S]: place of a row in its episode; default: the order of rows, refused for an episode whose rows
-            lie on several ranks.
-        group: process group of data-parallel ranks, as in `group_relative`; one gather of a few numbers a row.
+        gamma: discount in [0, 1], per action token.
+        lam: lambda in [0, 1], per action token.
+        value_lam: lambda of the returns, if another than ``lam`` (VC-PPO 2503.01491).
+        bootstrap: ``"value"`` as above; with ``"none"`` truncated episodes are worth 0 after their last action too.
+        order: int [S]: place of a row in its episode. Default: the order of rows, which is refused for an episode
+            whose rows lie on several ranks.
+        group: process group of data-parallel ranks, as in `group_relative`; one gather of a few numbers per row.
+        caller: the function's name in errors.
 
     Returns:
-        the batches with streams ``advantages``, ``returns`` and ``values`` on actions, 0 elsewhere (float64 where
-        values or rewards are), and the report.
+        The batches with streams ``advantages``, ``returns`` and ``values`` on actions, 0 elsewhere (float64 if values
+        or rewards are), and the report.
 
     Raises:
-        DataError: values or terminations missing, not finite where read, an episode without an order.
+        DataError: values or terminations are missing, a number that is read is not finite, or the order of an
+            episode's rows is unknown.
     """
     lambdas = (lam,) if value_lam is None else (lam, value_lam)
     work: dict[str, Any] = {"local": None}
@@ -107,11 +110,10 @@ def gae(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
-    """How an episode goes on after each of its rows."""
+    """What follows each row of an episode."""
 
     after: dict[tuple[int, int], tuple[float, tuple[float, ...]] | None]
-    """(rank, row of the rank) to what its last action earns beyond its own row, and the advantage after it; None: the
-    episode leaves."""
+    """(rank, row of the rank) to ``tail`` and ``next`` of the row (see `gae_rows`); None: the episode takes no part."""
     bootstrapped: bool
     left: bool
 
@@ -119,13 +121,13 @@ class _End:
 def _ordered(key: Key, rows: list[Row], order: Any) -> list[Row]:
     if order is None and len({row.rank for row in rows}) > 1:
         raise DataError(
-            "the rows of an episode lie on several ranks, and nothing says which comes first",
+            "the rows of an episode lie on several ranks, and their order is unknown",
             got=f"episode {key!r} on ranks {sorted({row.rank for row in rows})}",
             where=" and ".join(row.name for row in rows[:2]),
-            fix="order=, the place of each row in its episode, or keep an episode's rows together",
+            fix="pass order=, the place of each row in its episode, or keep an episode's rows on one rank",
         )
     if order is not None and len({row.order for row in rows}) < len(rows):
-        raise DataError("two rows of an episode have one place in it", where=f"episode {key!r}", fix="order=")
+        raise DataError("two rows of an episode have the same order", where=f"episode {key!r}", fix="mend order=")
     return sorted(rows, key=lambda row: row.order)
 
 
@@ -139,7 +141,7 @@ def _continue(rows: list[Row], gamma: float, lambdas: tuple[float, ...], bootstr
             "rows of one episode have different rewards",
             expected="the episode's reward on each of its rows",
             where=" and ".join(row.name for row in rows[:2]),
-            fix="rewards of tokens or turns go into token_rewards=",
+            fix="give rewards of tokens or turns as token_rewards=",
         )
     last = rows[-1]
     goes_on = bootstrap == "value" and last.state is not None and EFFECTS[last.state].bootstrap == "value"
@@ -148,7 +150,7 @@ def _continue(rows: list[Row], gamma: float, lambdas: tuple[float, ...], bootstr
             "a truncated episode needs the value of its last state",
             got=last.last_value,
             where=last.name,
-            fix="last_values=, or values= with the value head's output at every position, or bootstrap='none'",
+            fix="pass last_values=, or values= with the value head's output at every position, or bootstrap='none'",
         )
     tail, later = last.reward + (gamma * last.last_value if goes_on else 0.0), (0.0,) * len(lambdas)
     after: dict[tuple[int, int], tuple[float, tuple[float, ...]] | None] = {}

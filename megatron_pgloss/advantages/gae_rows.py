@@ -1,9 +1,9 @@
-"""A row of an episode by itself: its advantages if nothing followed, and what it must know of what does. `S` rows,
-`T` tokens, `A` action tokens.
+"""One row of an episode: its advantages if nothing followed it, and how they depend on what follows. `S` rows, `T`
+tokens, `A` action tokens.
 
-With ``decay = gamma lam`` and ``k`` actions left in the row, what follows adds ``decay^k (tail + decay next)``:
-``tail`` is what the last action earns beyond the row (gamma times the next value, or the reward of the episode),
-``next`` the advantage of the action after it.
+With ``decay = gamma lam`` and ``k`` actions left in the row, what follows adds ``decay^k (tail + decay next)``.
+``tail`` is what the row's last action earns beyond the row (gamma times the next value, or the reward of the episode);
+``next`` is the advantage of the action after it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megatron_pgloss.errors import DataError
 from megatron_pgloss.rollouts import Termination, TokenBatch
 
 After = tuple[float, tuple[float, ...]] | None
-"""``tail`` and, for each lambda, ``next``; None: the episode leaves."""
+"""``tail`` and, for each lambda, ``next``; None: the episode takes no part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A row as the rest of its episode sees it."""
+    """The facts about a row that the rest of its episode needs."""
 
     rank: int
     place: int
@@ -40,12 +40,12 @@ class Row:
     alone: tuple[float, ...]
     """Advantage of the first action if nothing followed, for each lambda."""
     last_value: float
-    """V after the row's last token; NaN where not known."""
+    """V after the row's last token; NaN where it is unknown."""
     state: Termination | None
 
 
 class Local:
-    """One rank's rows."""
+    """All rows of one rank, with their values and rewards."""
 
     def __init__(self, batch: TokenBatch, rewards: Any, values: Any, last_values: Any, token_rewards: Any) -> None:
         self.batch, self.ids, rows = batch, Ids.of(batch), len(batch)
@@ -54,7 +54,7 @@ class Local:
         self.last_S = torch.full((rows,), float("nan"), dtype=torch.float64)
         if value_T is None:
             if "values" not in batch.streams:
-                raise DataError("gae needs values", fix="values=, the value head's output at each position")
+                raise DataError("gae needs values", fix="pass values=, the value head's output at each position")
             value_T, value_kind = batch.streams["values"].to(torch.float64), batch.streams["values"].dtype
         else:
             filled_S = batch.lengths_S > 0
@@ -75,7 +75,7 @@ class Local:
         ends_S = self.count_S.cumsum(0)
         self.left_A = ends_S[self.row_A] - 1 - torch.arange(self.at_A.numel())
         self.first_S = ends_S - self.count_S
-        # A fault's numbers may be anything: selected out before arithmetic.
+        # Rows with a fault may hold any numbers, so these are selected out before arithmetic.
         self.value_A = torch.where(read_T, value_T, 0)[self.at_A]
         self.reward_A = torch.where(read_T, reward_T, 0)[self.at_A]
         self.alone: list[Tensor] = []
@@ -83,11 +83,11 @@ class Local:
     def rows(
         self, rank: int, gamma: float, lambdas: tuple[float, ...], order: Any, bootstrap: str
     ) -> list[tuple[Key, Row]]:
-        """What the other ranks need of each row, and its episode."""
+        """Each row's episode, and the facts about the row that the other ranks need."""
         if bootstrap == "value" and self.ids.terminations is None and self.ids.rows:
             raise DataError(
-                "gae needs terminations: a truncated episode goes on with V(last), a finished one with 0",
-                fix="terminations=, or bootstrap='none' to end all with 0",
+                "gae needs terminations: a truncated episode continues with V(last), a finished one with 0",
+                fix="give terminations= to the batch, or pass bootstrap='none' to end all episodes with 0",
             )
         order_S = torch.arange(self.ids.rows) if order is None else numbers("order", order, self.ids.rows)[0]
         next_A = torch.zeros_like(self.value_A)
@@ -114,7 +114,7 @@ class Local:
         return found
 
     def finish(self, after: list[After], gamma: float, lambdas: tuple[float, ...]) -> dict[str, Tensor]:
-        """Streams ``advantages``, ``returns`` and ``values`` [T]."""
+        """Add what follows each row, and return streams ``advantages``, ``returns`` and ``values`` [T]."""
         stays_A = torch.tensor([item is not None for item in after]).bool()[self.row_A]
         tail_S = torch.tensor([0.0 if item is None else item[0] for item in after], dtype=torch.float64)
         whole = []
@@ -133,11 +133,13 @@ class Local:
 
 
 def scan(delta_A: Tensor, decay: float, left_A: Tensor) -> Tensor:
-    """``sum_{k=0}^{left} decay^k delta_(t+k)`` within each row, in log2(longest) passes over all tokens at once.
+    """``sum_{k=0}^{left} decay^k delta_(t+k)`` within each row, by log2 of the longest row's length passes over all
+    tokens.
 
     Args:
         delta_A: float64 [A].
-        left_A: int64 [A], actions after this one in its row.
+        decay: the factor from one action to the next.
+        left_A: int64 [A], the number of actions after this one in its row.
     """
     out_A, reach, factor = delta_A, 1, decay
     longest = int(left_A.max()) if left_A.numel() else 0

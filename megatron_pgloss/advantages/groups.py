@@ -1,6 +1,6 @@
-"""Rewards of episodes against those of their group. `N` rows (an episode of several rows is still one).
+"""Rewards of episodes relative to those of their group. `N` rows; an episode of several rows counts once.
 
-Sums are exact (`math.fsum`), so an advantage does not depend by a bit on the order of episodes or on who holds them.
+Sums are exact (`math.fsum`), so no bit of an advantage depends on the order of episodes or on the ranks that hold them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Scale = Literal["group", "batch", "mean", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """One rollout as the group sees it."""
+    """One episode, or one row of it before rows are merged."""
 
     prompt: Id
     reward: float
@@ -38,7 +38,7 @@ class Episode:
 
     @property
     def score(self) -> float:
-        """Reward of the episode and of its tokens."""
+        """The episode's reward plus the rewards of its tokens."""
         return math.fsum((self.reward, *self.more))
 
 
@@ -56,11 +56,12 @@ def of_rewards(
 ) -> tuple[Tensor, GroupReport]:
     """Group-relative advantages of plain rewards, for `TokenBatch`'s ``advantages=``. A collective with ``group=``.
 
-    ``A_i = (r_i - b) / s``; arguments as in `group_relative`, ids and terminations as `TokenBatch` takes them.
+    ``A_i = (r_i - b) / s``. The arguments are those of `group_relative`; ids and terminations are as `TokenBatch` takes
+    them.
 
     Args:
-        rewards: float [N], one a row.
-        prompt_ids: [N] of int or str: who is a group.
+        rewards: float [N], one per row.
+        prompt_ids: [N] of int or str; rows with one prompt id are a group.
 
     Returns:
         float [N] (float64 for float64 rewards, else float32), and the report.
@@ -89,10 +90,13 @@ def of_rewards(
 def compute(
     caller: str, read: Any, *, baseline: Baseline, scale: Scale, min_voters: int, group: Any
 ) -> tuple[Tensor, torch.dtype, GroupReport]:
-    """Advantage of every row of this rank, float64 [N]; its dtype; and the report.
+    """The advantage of every row of this rank, float64 [N]; the dtype to return it in; and the report.
 
     Args:
-        read: gives `Ids`, rewards, their dtype, voters and sums of token rewards (or None) of this rank's rows.
+        caller: the name of the public function, for errors.
+        read: a function that returns `Ids`, rewards, their dtype, voters and sums of token rewards (or None) of this
+            rank's rows.
+        baseline: as in `group_relative`; so are the others.
     """
     kind, mine = torch.float32, []
 
@@ -101,7 +105,7 @@ def compute(
         _known(baseline, scale, min_voters)
         ids, reward_N, kind, voter_N, more_N = read()
         if ids.rows and ids.prompts is None:
-            raise DataError(f"{caller} needs prompt_ids: they say which episodes are a group")
+            raise DataError(f"{caller} needs prompt_ids, which say which episodes are a group")
         mine = [(ids.key(row, rank), _episode(ids, row, reward_N, voter_N, more_N)) for row in range(ids.rows)]
         return mine
 
@@ -112,7 +116,7 @@ def compute(
 
 
 def standardize(centered: float, std: float) -> float:
-    """``centered / std``; where the deviation is 0 the division is skipped, not softened by an epsilon."""
+    """``centered / std``. Where ``std`` is 0 nothing is divided; no epsilon is added."""
     return centered / std if std > 0 else centered
 
 
@@ -130,13 +134,18 @@ def _episode(ids: Ids, row: int, reward_N: Tensor, voter_N: Tensor, more_N: Tens
     reward, more = float(reward_N[row]), () if more_N is None else (float(more_N[row]),)
     votes = bool(voter_N[row]) and not fault
     if votes and not all(math.isfinite(value) for value in (reward, *more)):
-        raise DataError("a reward is not finite", got=reward, where=ids.name(row), fix="mark the episode a fault")
+        raise DataError(
+            "a reward is not finite",
+            got=reward,
+            where=ids.name(row),
+            fix="mend the reward, or mark the episode as a fault",
+        )
     assert ids.prompts is not None
     return Episode(prompt=ids.prompts[row], reward=reward, more=more, votes=votes, fault=fault, name=ids.name(row))
 
 
 def _merged(rows: list[tuple[Key, Episode]]) -> dict[Key, Episode]:
-    """Every episode once: it votes if any of its rows stays in the loss and none broke."""
+    """Merge rows into episodes. An episode votes if any of its rows stays in the loss and none has a fault."""
     found: dict[Key, Episode] = {}
     for key, row in rows:
         known = found.setdefault(key, row)
@@ -149,7 +158,7 @@ def _merged(rows: list[tuple[Key, Episode]]) -> dict[Key, Episode]:
                 expected="the episode's reward on each of its rows",
                 got=f"{known.reward:g} and {row.reward:g}",
                 where=f"{known.name} and {row.name}, episode {key!r}",
-                fix="rewards of tokens or turns go into token_rewards=, which are added up over the episode",
+                fix="give rewards of tokens or turns as token_rewards=, which are added up over the episode",
             )
         found[key] = replace(
             known, more=(*known.more, *row.more), votes=(known.votes or row.votes) and not fault, fault=fault
@@ -182,7 +191,7 @@ def _advantages(
 
 
 def _reason(scores: list[float], scale: Scale, min_voters: int, baseline: Baseline) -> str | None:
-    """Why a group teaches nothing; None: it does."""
+    """The reason why all advantages of a group are 0, or None."""
     if len(scores) < min_voters:
         return f"too few voters, fewer than {min_voters}"
     if baseline != "none" and min(scores) == max(scores):

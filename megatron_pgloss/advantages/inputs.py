@@ -1,4 +1,4 @@
-"""What callers hand over, brought to one form. `S` rows, `T` tokens of all rows end to end, target-aligned."""
+"""Callers' arguments, checked and brought to one form. `S` rows, `T` tokens of all rows end to end, target-aligned."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron_pgloss.rollouts import Id, Termination, TokenBatch, concatenate
 
 Batches = TypeVar("Batches", bound=TokenBatch | Sequence[TokenBatch])
 Key = tuple[Any, ...]
-"""Of an episode: the ids from prompt down, as in planning, so that episode 0 of two prompts are two episodes."""
+"""Key of an episode: its prompt id and its own id, so that episode 0 of two prompts are two episodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ids:
-    """Who a row belongs to and how it ended."""
+    """Prompt, episode and name of each row, and how it ended."""
 
     rows: int
     prompts: tuple[Id, ...] | None = None
@@ -29,7 +29,7 @@ class Ids:
 
     @staticmethod
     def of(batch: TokenBatch | None) -> Ids:
-        """Of a batch; None: no rows."""
+        """The ids of a batch; None: there are no rows."""
         if batch is None:
             return Ids(rows=0)
         return Ids(
@@ -38,21 +38,21 @@ class Ids:
         )  # fmt: skip
 
     def key(self, row: int, rank: int) -> Key:
-        """The row's episode; a row without an episode id is an episode of its own."""
+        """The key of the row's episode; a row without an episode id is an episode of its own."""
         prompt = () if self.prompts is None else (self.prompts[row],)
         return (*prompt, self.episodes[row]) if self.episodes is not None else (*prompt, "row", rank, row)
 
     def name(self, row: int) -> str:
-        """How errors call the row."""
+        """The row's name in errors."""
         return f"sample {self.names[row]!r}" if self.names is not None else f"row {row}"
 
     def state(self, row: int) -> Termination | None:
-        """How the row ended, where it is known."""
+        """How the row ended; None where it is unknown."""
         return None if self.terminations is None else self.terminations[row]
 
 
 def merge(batches: TokenBatch | Sequence[TokenBatch]) -> TokenBatch | None:
-    """All rows as one batch; an error kept in a batch is raised here."""
+    """All rows as one batch (None: no batch). An error that a batch holds (`TokenBatch.fault`) is raised here."""
     if isinstance(batches, TokenBatch):
         if batches.fault is not None:
             raise batches.fault
@@ -63,7 +63,7 @@ def merge(batches: TokenBatch | Sequence[TokenBatch]) -> TokenBatch | None:
 
 
 def deal(batches: Batches, streams: Mapping[str, Tensor]) -> Batches:
-    """The caller's batches with these streams ``[T]`` of the merged batch set."""
+    """Set streams ``[T]`` of the merged batch on the caller's batches, each batch its part."""
     if isinstance(batches, TokenBatch):
         return cast(Batches, replace(batches, streams={**batches.streams, **streams}))
     given = cast(Sequence[TokenBatch], batches)
@@ -79,29 +79,32 @@ def deal(batches: Batches, streams: Mapping[str, Tensor]) -> Batches:
 
 
 def numbers(name: str, given: Any, rows: int) -> tuple[Tensor, torch.dtype]:
-    """float64 [rows] of one number a row, and the dtype of what is made from them.
+    """One number per row as float64 [rows], and the dtype in which results are returned.
 
     Args:
-        given: a tensor or list of float, int or bool, or a list of such tensors, one a batch.
+        name: the argument's name, for errors.
+        given: a tensor or list of float, int or bool, or a list of such tensors, one per batch.
+        rows: how many rows there are.
     """
     try:
         if isinstance(given, Sequence) and given and all(isinstance(item, Tensor) for item in given):
             given = torch.cat([item.reshape(-1) for item in given])
         value = torch.as_tensor(given, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{name} must be numbers, one a row: {error}", expected=f"float [{rows}]") from error
+        raise DataError(f"{name} must be numbers, one per row: {error}", expected=f"float [{rows}]") from error
     if value.is_complex() or value.dtype in (torch.float16, torch.bfloat16):
         raise DataError(f"{name} has the wrong dtype", expected="float32, float64 or whole numbers", got=value.dtype)
     if tuple(value.shape) != (rows,) and not (rows == 0 and value.numel() == 0):
-        raise DataError(f"{name} has the wrong shape", expected=f"[{rows}], one a row", got=list(value.shape))
+        raise DataError(f"{name} has the wrong shape", expected=f"[{rows}], one per row", got=list(value.shape))
     kind = torch.float64 if value.dtype == torch.float64 else torch.float32
     return value.to(torch.float64).reshape(rows), kind
 
 
 def tokenwise(name: str, given: Tensor | None, batch: TokenBatch | None) -> tuple[Tensor | None, torch.dtype]:
-    """float64 [T] of a target-aligned stream, and its own dtype.
+    """A target-aligned stream as float64 [T], and its own dtype.
 
     Args:
+        name: the argument's name, for errors.
         given: float32/64 [T]: position t is about ``targets_T[t]``.
     """
     if given is None or batch is None:
@@ -115,7 +118,7 @@ def tokenwise(name: str, given: Tensor | None, batch: TokenBatch | None) -> tupl
             expected=f"{list(batch.tokens_T.shape)}: the rows end to end, position t about the token after it",
             got=list(given.shape),
         )
-    # Constants: nothing is differentiated through a reward or a value.
+    # Rewards and values are constants: nothing is differentiated through them.
     return given.detach().cpu().to(torch.float64), given.dtype
 
 
@@ -132,7 +135,7 @@ def finite(name: str, stream_T: Tensor, over_T: Tensor, batch: TokenBatch) -> No
 
 
 def voting(given: Any, rows: int) -> Tensor:
-    """bool [rows]: the caller's voters, all by default."""
+    """The caller's voters, bool [rows]; by default all rows vote."""
     if given is None:
         return torch.ones(rows, dtype=torch.bool)
     if isinstance(given, Sequence) and given and all(isinstance(item, Tensor) for item in given):
@@ -140,6 +143,8 @@ def voting(given: Any, rows: int) -> Tensor:
     value = torch.as_tensor(given, device="cpu")
     if value.dtype != torch.bool or tuple(value.shape) != (rows,):
         raise DataError(
-            "voters has the wrong type", expected=f"bool [{rows}], one a row", got=f"{value.dtype} {list(value.shape)}"
+            "voters has the wrong type",
+            expected=f"bool [{rows}], one per row",
+            got=f"{value.dtype} {list(value.shape)}",
         )
     return value

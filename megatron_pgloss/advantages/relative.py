@@ -1,4 +1,4 @@
-"""Advantages that are one number an episode, or one a turn. `S` rows, `T` tokens."""
+"""Advantages that are one number per episode, or one per turn. `S` rows, `T` tokens."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ def group_relative(
     min_voters: int = 2,
     group: Any = None,
 ) -> tuple[Batches, GroupReport]:
-    """The episode's reward against its group's, on every token: ``A = (r - b) / s`` over the episodes of a prompt.
+    """The episode's reward relative to its group's, on every token: ``A = (r - b) / s`` over the episodes of a prompt.
 
-    Statistics are over episodes, each once, however many rows it has and wherever they lie. An episode whose rows all
-    leave the loss, or have no action, does not vote and gets 0. A group with fewer than ``min_voters`` voters, or with
-    equal rewards, gets 0 and stands in the report. Standard deviations have ``n - 1``; no epsilon is added.
+    Statistics are over episodes. Each counts once, however many rows it has and on whichever ranks they lie. An episode
+    whose rows all leave the loss, or have no action, does not vote, and its advantage is 0. A group with fewer than
+    ``min_voters`` voters, or with equal rewards, gets advantage 0 and is listed in the report. Standard deviations
+    divide by ``n - 1``; no epsilon is added.
 
     ======================  ================  =============================================
     ``baseline``            ``scale``         known as
@@ -44,19 +45,22 @@ def group_relative(
 
     Args:
         batches: this rank's rollouts, with prompt ids; episode ids where an episode has several rows.
-        rewards: float [S], one a row; the rows of an episode carry the same one.
+        rewards: float [S], one per row; all rows of an episode have the episode's reward.
+        baseline: b, see the table.
+        scale: s, see the table.
         token_rewards: float32/64 [T], target-aligned, added up over the episode's tokens (`kl_penalty`).
         voters: bool [S]: rows that stay in the loss (`megatron_pgloss.voters` says which under a spec); faults never
             vote.
-        min_voters: at least 2.
-        group: process group of data-parallel ranks; one keyed gather over it. None: this process alone, refused in a
-            world of several ranks; ``"local"``: on purpose.
+        min_voters: at least 2 (1 for ``baseline="none"``).
+        group: process group of data-parallel ranks, over which one keyed gather runs. None: this process alone, which
+            is refused in a world of several ranks; ``"local"``: this process alone, on purpose.
 
     Returns:
-        the batches with stream ``advantages`` (float64 for float64 rewards, else float32), and the report.
+        The batches with stream ``advantages`` (float64 for float64 rewards, else float32), and the report.
 
     Raises:
-        DataError: no prompt ids, rows of an episode with different rewards, a voter's reward not finite.
+        DataError: prompt ids are missing, rows of one episode have different rewards, or a voter's reward is not
+            finite.
     """
     state: dict[str, Any] = {}
 
@@ -77,8 +81,8 @@ def group_relative(
 
 
 def rloo(batches: Batches, rewards: Any, **more: Any) -> tuple[Batches, GroupReport]:
-    """Reward less the mean of the *other* episodes of the prompt: ``n / (n - 1)`` times the centred one (2402.14740,
-    eq. 7). Arguments as in `group_relative`.
+    """Reward minus the mean reward of the *other* episodes of the prompt (2402.14740, eq. 7), which is ``n / (n - 1)``
+    times the reward minus the mean of all. The arguments are those of `group_relative`.
     """
     return group_relative(batches, rewards, **{"baseline": "leave_one_out", "scale": "none", **more})
 
@@ -86,14 +90,16 @@ def rloo(batches: Batches, rewards: Any, **more: Any) -> tuple[Batches, GroupRep
 def per_turn(batches: Batches, values: Sequence[Any]) -> Batches:
     """One given number for every token of a turn: ``values[s][k]`` is about the k-th turn of row s.
 
-    A turn is a run of policy tokens and what follows it; tokens before the first turn get 0. No collective.
+    A turn is a run of policy tokens and the tokens up to the next run; tokens before the first turn get 0. There is no
+    collective.
 
     Args:
-        values: per row, as many finite numbers as it has turns; a tensor [S, K] where all have K. The rows of a list
-            of batches go on from one batch to the next.
+        batches: this rank's rollouts.
+        values: for each row, as many finite numbers as the row has turns; a tensor [S, K] where all rows have K turns.
+            The rows of a list of batches are numbered on from one batch to the next.
 
     Raises:
-        DataError: another number of rows or turns.
+        DataError: the number of rows or turns is another, or a number is not finite.
     """
     batch = merge(batches)
     rows = 0 if batch is None else len(batch)
@@ -124,7 +130,7 @@ def per_turn(batches: Batches, values: Sequence[Any]) -> Batches:
 
 
 def spread(batches: Batches, batch: TokenBatch | None, value_S: Tensor) -> Batches:
-    """``advantages`` set to one number a row, 0 where a row predicts nothing."""
+    """Set ``advantages`` to one number per row, and to 0 at positions that predict nothing."""
     if batch is None:
         return deal(batches, {"advantages": value_S})
     return deal(batches, {"advantages": torch.where(batch.predicts_T, value_S[batch.seq_T], 0)})
@@ -142,7 +148,9 @@ def _row_sums(batch: TokenBatch, stream_T: Tensor) -> Tensor:
 
 
 def _turn_places(batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """int64 [T]: how many turns of the row came before the token's own, -1 for none; int64 [S]: turns of each row."""
+    """int64 [T]: the number of the token's turn within its row, from 0, or -1; int64 [S]: the number of turns of each
+    row.
+    """
     turn_T, seq_T = batch.turn_T, batch.seq_T
     before_T = torch.cat([torch.full((1,), -1), turn_T[:-1]])[: turn_T.numel()]
     first_T = torch.ones_like(batch.predicts_T)

@@ -1,4 +1,4 @@
-"""What an advantage function has to say, the same on every rank."""
+"""The reports that the functions of advantages return; they are the same on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SilentGroup:
-    """A group that gives no gradient."""
+    """A group whose advantages are all 0."""
 
     prompt: Id
     episodes: int
@@ -24,7 +24,7 @@ class SilentGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport:
-    """Groups and their voters over all ranks."""
+    """Counts of groups, episodes and voters over all ranks."""
 
     groups: int
     episodes: int
@@ -45,13 +45,13 @@ class GroupReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GAEReport:
-    """Episodes by how they were continued, over all ranks."""
+    """Counts of episodes by what followed their last action, over all ranks."""
 
     episodes: int
     bootstrapped: int
-    """Truncated episodes that went on with the value of their last state."""
+    """Truncated episodes that were continued with the value of their last state."""
     left: int
-    """Episodes with an infrastructure fault: advantage and return 0."""
+    """Episodes with an infrastructure fault: their advantages and returns are 0."""
     empty: int
     """Episodes without an action token."""
 
@@ -64,12 +64,13 @@ class GAEReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Of the tokens that were whitened, over all ranks."""
+    """Moments of the whitened tokens, before whitening, over all ranks."""
 
     count: int
     mean: float
     std: float
-    """With ``n - 1``; 0 where fewer than two tokens or all are equal: then nothing was divided."""
+    """Standard deviation with ``n - 1``; 0 if there are fewer than two tokens or all are equal, and then nothing was
+    divided."""
 
     def __str__(self) -> str:
         return f"{self.count} tokens, mean {self.mean:g}, standard deviation {self.std:g}"

@@ -1,7 +1,7 @@
-"""Levers on rewards: KL per token, and penalties on length. `S` rows, `E` lengths, `T` tokens.
+"""Terms to add to rewards: KL per token, and penalties on length. `S` rows, `E` lengths, `T` tokens.
 
-A length penalty changes what is rewarded; a normaliser changes how strongly a token of a long answer pulls. Neither
-does the work of the other: see docs/advantages.md.
+A length penalty changes what is rewarded; a normaliser changes how much a token of a long answer weighs. Neither
+replaces the other: see docs/advantages.md.
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ def kl_penalty(
     to: Literal["ref", "old"] = "ref",
     log_ratio_bound: float = 20.0,
 ) -> Tensor:
-    """KL as a reward of each token: ``-coef * k(log of - log to)`` on actions, 0 elsewhere (Ziegler 1909.08593, eq. 2,
-    with k1). For ``token_rewards=``.
+    """KL as a reward of each token, to be passed as ``token_rewards=``: ``-coef * k(d)`` with ``d = log of - log to``
+    on actions, 0 elsewhere (with k1: Ziegler 1909.08593, eq. 2).
 
     Args:
-        coef: >= 0.
+        batches: this rank's rollouts, with the streams that ``of`` and ``to`` name.
+        coef: coefficient >= 0.
         estimator: k1 ``d``, k2 ``d^2/2``, k3 ``exp(-d) + d - 1``.
-        log_ratio_bound: d is bounded to plus or minus this.
+        of: the stream of log-probs whose distance is penalised.
+        to: the stream that the distance is to.
+        log_ratio_bound: d is clipped to plus or minus this.
 
     Returns:
         float32/64 [T], target-aligned, a constant.
 
     Raises:
-        DataError: a stream is absent, or not finite on an action of a row without a fault.
+        DataError: a stream is missing, or not finite on an action of a row without a fault.
     """
     if not (math.isfinite(coef) and coef >= 0):
         raise DataError("coef must be finite and not negative", got=coef)
@@ -60,7 +63,7 @@ def kl_penalty(
     read_T = batch.action_T & ~_broken(batch)
     for name in (of, to):
         finite(f"stream {name!r}", batch.streams[name], read_T, batch)
-    # Select before arithmetic: what lies outside may be NaN or infinite.
+    # Selected before arithmetic: positions outside may hold NaN or infinity.
     d_T = torch.where(read_T, batch.streams[of], 0) - torch.where(read_T, batch.streams[to], 0)
     k_T = _ESTIMATORS[estimator](bounded(d_T, log_ratio_bound))
     return torch.where(read_T, 0 - coef * k_T, 0)
@@ -73,7 +76,9 @@ def _broken(batch: TokenBatch) -> Tensor:
 
 
 def episode_lengths(batches: TokenBatch | Sequence[TokenBatch], *, group: Any = None) -> Tensor:
-    """Policy tokens of every row's episode, all its rows together, int64 [S]. A collective with ``group=``."""
+    """Number of policy tokens of each row's episode, over all rows of the episode, int64 [S]. A collective with
+    ``group=``.
+    """
     mine: list[Key] = []
 
     def make(rank: int) -> list[tuple[Key, int]]:
@@ -94,13 +99,14 @@ def episode_lengths(batches: TokenBatch | Sequence[TokenBatch], *, group: Any = 
 
 
 def soft_overlong(lengths: Any, limit: float, buffer: float, *, penalty: float = 1.0) -> Tensor:
-    """Soft overlong punishment, to be added to the rewards: 0 up to ``limit - buffer`` tokens, then a straight line to
-    ``-penalty`` at ``limit`` and beyond (DAPO 2503.14476, eq. 13).
+    """Soft overlong punishment, to be added to the rewards: 0 up to ``limit - buffer`` tokens, then falling in a
+    straight line to ``-penalty`` at ``limit``, and ``-penalty`` beyond (DAPO 2503.14476, eq. 13).
 
     Args:
         lengths: int [E], policy tokens of each episode.
-        limit: tokens, the hard maximum L_max.
-        buffer: tokens, L_cache, in (0, limit].
+        limit: the hard maximum L_max, in tokens.
+        buffer: L_cache, in tokens, in (0, limit].
+        penalty: the largest penalty, >= 0.
 
     Returns:
         float64 [E], in [-penalty, 0].

@@ -1,4 +1,4 @@
-"""What the end of a rollout does to masks, baselines and values: one table, read by the code and by the docs."""
+"""The effects of a rollout's termination on masks, baselines and values, in one table that code and docs read."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from megatron_pgloss.rollouts import Termination
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """What one state does."""
+    """The effects of one termination state."""
 
     masks: str
-    """Which of its tokens leave which component."""
+    """When, and from which components, the tokens of such a row are masked."""
     votes: bool
-    """Whether the episode counts in the baseline of its group, unless a mask takes it out of the loss."""
+    """Whether the episode counts in the baseline of its group (a mask that takes it out of the loss overrides this)."""
     bootstrap: Literal["zero", "value", "leaves"]
-    """What GAE continues with after the last token: 0, the value of the last state, or not at all."""
+    """What GAE continues with after the last token: 0, or the value of the last state; ``leaves``: the episode takes no
+    part."""
 
 
 EFFECTS: dict[Termination, Effect] = {
@@ -29,4 +30,5 @@ EFFECTS: dict[Termination, Effect] = {
     Termination.INVALID: Effect(masks="none", votes=True, bootstrap="zero"),
     Termination.FAULT: Effect(masks="always: all components", votes=False, bootstrap="leaves"),
 }
-"""EOS is a token of the policy and no state. ``invalid`` is a choice of the policy and is judged like a failure."""
+"""Termination to its effects. EOS is a token of the policy, not a termination. ``invalid`` output is the policy's own
+choice and is treated like a failure."""

@@ -1,7 +1,7 @@
-"""Moments over the tokens of the whole step. `S` rows, `T` tokens.
+"""Whitening of advantages over the tokens of the whole step. `S` rows, `T` tokens.
 
-Each row's count, mean and squares are made where the row lies; rows are merged by exact sums, so that the result does
-not depend by a bit on which rank or batch holds a row.
+The rank that holds a row computes the row's count, mean and sum of squares. Rows are merged by exact sums, so no bit of
+the result depends on which rank or batch holds a row.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from megatron_pgloss.rollouts import TokenBatch
 def whiten(
     batches: Batches, *, scale: bool = True, voters: Any = None, mask: Tensor | None = None, group: Any = None
 ) -> tuple[Batches, Moments]:
-    """Advantages to mean 0 and standard deviation 1 over the action tokens of the step, on all ranks together.
+    """Shift and scale advantages to mean 0 and standard deviation 1 over the action tokens of the step, on all ranks.
 
-    ``A' = (A - mean) / std`` with ``n - 1``; tokens outside get exactly 0. All equal: 0, nothing is divided.
+    ``A' = (A - mean) / std``, with ``n - 1`` in the deviation; tokens outside get exactly 0. Where all advantages are
+    equal the result is 0, and nothing is divided.
 
     Args:
         batches: rollouts with stream ``advantages``.
-        scale: False only centres.
-        voters: bool [S]: rows that stay in the loss; faults never do.
-        mask: bool [T], target-aligned: action tokens to take; default all.
+        scale: whether to divide by the standard deviation; if False, advantages are only centred.
+        voters: bool [S]: rows that stay in the loss; rows with a fault never do.
+        mask: bool [T], target-aligned: the action tokens to whiten; default: all.
         group: process group of data-parallel ranks, as in `group_relative`.
 
     Returns:
-        the batches with the stream replaced, and the moments before.
+        The batches with the stream replaced, and its moments before.
 
     Raises:
-        DataError: no advantages, or not finite where they are read.
+        DataError: advantages are missing, or not finite where they are read.
     """
     state: dict[str, Any] = {}
 
@@ -50,7 +51,7 @@ def whiten(
         if batch is None:
             return []
         if "advantages" not in batch.streams:
-            raise DataError("whiten needs a batch with advantages", fix="group_relative(...) or gae(...) before")
+            raise DataError("whiten needs a batch with advantages", fix="call group_relative(...) or gae(...) first")
         stream_T = batch.streams["advantages"].to(torch.float64)
         over_T = state["over"] = _over(batch, voters, mask)
         finite("stream 'advantages'", stream_T, over_T, batch)
@@ -80,9 +81,10 @@ def reinforce_plus_plus(
 ) -> tuple[Batches, Moments]:
     """REINFORCE++ (2501.03262): the return of each token, whitened over the tokens of the whole step.
 
-    ``none``: ``whiten(sum_{k>=t} gamma^(k-t) r_k)``, r being ``token_rewards`` (`kl_penalty`) and, on the last action
-    of the episode, its reward. ``group``: the episode's reward, token rewards added, less its group's mean, on every
-    token, then whitened; groups without a comparison enter with 0. Arguments as in `group_relative`.
+    With ``baseline="none"`` it is ``whiten(sum_{k>=t} gamma^(k-t) r_k)``, where r_k is the token's reward
+    (``token_rewards``, see `kl_penalty`) plus, on the last action of the episode, the episode's reward. With
+    ``"group"`` it is the episode's reward, token rewards added, minus its group's mean, on every token, then whitened;
+    silent groups (see `GroupReport`) enter with 0. The other arguments are those of `group_relative`.
     """
     if baseline == "group":
         if gamma != 1.0:
@@ -135,7 +137,7 @@ def _row_moments(batch: TokenBatch, stream_T: Tensor, over_T: Tensor) -> list[tu
 
 
 def _merged(rows: list[tuple[int, float, float]]) -> Moments:
-    # Chan, Golub, LeVeque (1979): squares within rows and between their means, each an exact sum.
+    # Chan, Golub, LeVeque (1979): squares within rows plus squares between their means, each an exact sum.
     count = sum(n for n, _, _ in rows)
     if not count:
         return Moments(count=0, mean=0.0, std=0.0)

@@ -1,6 +1,6 @@
-"""Checks at the door of the log-prob pass, and the temperature as a factor per token.
+"""Checks of what a caller hands to the log-prob pass, and the temperature as a factor per token.
 
-Shapes: logits [..., Vl], targets [...]; none of the checks reads device memory.
+Shapes: logits [..., Vl], targets [...]. No check reads the memory of an accelerator.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ def check_inputs(logits: Tensor, targets: Tensor, chunk_elements: int) -> None:
 
 
 def usual_chunk_elements(device: torch.device) -> int:
-    """Logits worked on at a time where the caller does not say; on a CPU what fits the cores' caches."""
+    """How many logits are worked on at a time by default: on a CPU as many as fit the cores' caches."""
     return 2**18 * torch.get_num_threads() if device.type == "cpu" else 2**24
 
 
 def rows_per_chunk(chunk_elements: int, width: int) -> int:
-    """At least one row."""
+    """How many rows of ``width`` columns one chunk holds; at least one."""
     return max(1, chunk_elements // max(width, 1))
 
 
 def check_backward(spent: bool) -> None:
-    """Refuse, in a backward over given logits, a graph of the gradient, and the logits once they are overwritten."""
-    if torch.is_grad_enabled():  # torch's once_differentiable lets a constant upstream pass
+    """Refuse a backward with create_graph=True, and one over logits that an earlier backward has overwritten."""
+    if torch.is_grad_enabled():  # once_differentiable lets a constant upstream pass
         raise UnsupportedError(
             "token_logprobs has first derivatives only, and its gradient would be a constant",
             got="a backward with create_graph=True",
@@ -67,7 +67,7 @@ def check_backward(spent: bool) -> None:
 
 
 def check_reference(ref_logits: Tensor, logits: Tensor, backend: str | None) -> None:
-    """Refuse reference logits that do not belong to the logits."""
+    """Refuse reference logits of another shape, device or unusable dtype, and a backend that has no exact KL."""
     if ref_logits.shape != logits.shape or ref_logits.device != logits.device:
         raise DataError(
             "reference logits do not belong to the logits",
@@ -96,13 +96,13 @@ def check_separate_rows(logits: Tensor) -> None:
 def inverse_temperature(temperature: float | Tensor | None, targets: Tensor) -> Tensor | None:
     """1/tau as float64 of targets' shape (expanded where it is one number), or None for tau = 1.
 
-    tau <= 0, NaN and infinity are refused. For a tensor on an accelerator the refusal would cost
-    a host sync, so the factor becomes NaN there instead, and with it everything computed from it.
+    tau <= 0, NaN and infinity are refused. Looking for them in a tensor on an accelerator would cost a
+    host sync, so the factor is NaN there instead, and so is everything computed from it.
     """
     if temperature is None:
         return None
     if isinstance(temperature, Tensor):
-        return _inverse_tensor(temperature.detach(), targets)  # a constant of the sampler
+        return _inverse_tensor(temperature.detach(), targets)  # the sampler's temperature is a constant
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
         raise SpecError(
             "temperature has an unusable type",
@@ -113,7 +113,7 @@ def inverse_temperature(temperature: float | Tensor | None, targets: Tensor) -> 
         raise SpecError(
             "temperature must be positive and finite",
             got=temperature,
-            fix="greedy decoding has no log-probs; give the temperature that was sampled with",
+            fix="give the temperature that the rollouts were sampled with; greedy decoding has no log-probs",
         )
     if temperature == 1:
         return None
@@ -124,7 +124,7 @@ def inverse_temperature(temperature: float | Tensor | None, targets: Tensor) -> 
 def _inverse_tensor(tau: Tensor, targets: Tensor) -> Tensor:
     if tau.dtype not in (torch.float32, torch.float64):
         raise DataError("temperature is too coarse", expected="float32 or float64", got=tau.dtype)
-    # Same rank only: [B] against [B, L] would broadcast along the wrong axis where B == L.
+    # As many dimensions as the targets: [B] against [B, L] would broadcast along the wrong axis where B == L.
     fits = tau.dim() == targets.dim() and all(a in (1, b) for a, b in zip(tau.shape, targets.shape, strict=True))
     if tau.dim() and not fits:
         raise DataError(

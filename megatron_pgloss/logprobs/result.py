@@ -1,4 +1,4 @@
-"""What a log-prob pass returns."""
+"""`TokenLogprobs`, which a log-prob pass returns and `policy_loss` takes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLogprobs:
-    """Log-probabilities of the targets and, where asked for, entropies of their distributions.
+    """Log-probabilities of the targets and, where asked for, statistics of the distributions they come from.
 
-    Both have the shape of the targets: position ``t`` is about ``targets[t]``, the token predicted
-    from position ``t``. Units are nats. ``token_logprobs`` fills it; log-probs of your own may be
-    put in it as well.
+    Every field but ``chosen`` has the shape of the targets: position ``t`` is about ``targets[t]``, the
+    token predicted from position ``t``. Units are nats. ``token_logprobs`` and ``linear_token_logprobs``
+    return one; you can also build one from log-probs of your own.
     """
 
     logprob: Tensor
@@ -26,13 +26,15 @@ class TokenLogprobs:
     """Same shape and dtype: ``log sum_v exp(z_v/tau)``, for a z-loss; None where it was not asked for."""
 
     kl: Tensor | None = None
-    """Same shape and dtype: the exact ``KL(p || q)`` to the reference whose logits were given; None without."""
+    """Same shape and dtype: the exact ``KL(p || q)`` to the reference whose logits were given; None where none were."""
 
     kept: Tensor | None = None
-    """Same shape and dtype: the size of the kept set over the vocabulary's, a constant. None: no sets."""
+    """Same shape and dtype: the size of the kept set over that of the vocabulary, a constant; None without kept sets.
+    """
 
     outside: Tensor | None = None
-    """bool, same shape: targets that were not in their kept set; None without sets."""
+    """bool, same shape: the target was not in its token's kept set; None without kept sets."""
 
     chosen: Tensor | None = None
-    """[*shape, k] of the same dtype: log-probs at the ids that were chosen, -inf where an id is -1; None without."""
+    """[*shape, k] of the same dtype: log-probs at ``chosen_ids``, -inf where an id is -1; None without ``chosen_ids``.
+    """

@@ -1,6 +1,7 @@
 """From the upstream gradients of log-prob, entropy and lse to the factors of each row's logit gradient.
 
-Shapes: `T` rows. With u = z/tau, y = u - lse and p = exp(y), upstream g (log-prob), g_H (entropy) and g_lse:
+Shapes: `T` rows. With u = z/tau, y = u - lse, p = exp(y) and upstream gradients g of the log-prob, g_H of the entropy
+and g_lse of the log-sum-exp, a row's logits have the gradient
 
     dz_v = (1/tau) (p_v (A + B y_v) + g 1[v = target]),    A = -g - g_H H + g_lse,    B = -g_H
 """
@@ -17,7 +18,7 @@ from megatron_pgloss.logprobs.vocab.merge import Merged
 
 
 class Upstream(NamedTuple):
-    """Per row, [T]; the three factors are float64 and hold the 1/tau."""
+    """Factors of each row, [T]. ``a_T``, ``b_T`` and ``entry_T`` are float64 and include the 1/tau."""
 
     a_T: Tensor
     b_T: Tensor | None
@@ -25,7 +26,7 @@ class Upstream(NamedTuple):
     entry_T: Tensor
     """The whole gradient at the target's column."""
     hit_T: Tensor
-    """bool: the label has a part in the gradient. Elsewhere it has none, not by a bit."""
+    """bool: the target has a part in the gradient. In other rows no bit of the gradient depends on it."""
     live_T: Tensor
     """bool: the row has a gradient at all."""
 
@@ -46,7 +47,7 @@ def upstream_factors(
 
     Args:
         g_T, h_T: gradients that arrived for log-prob and entropy, [T]; None for none.
-        whole: what the forward pass found.
+        whole: the forward pass's statistics over the whole vocabulary.
         inverse_tau_T: 1/tau, float64 [T]; None for 1.
         lse_grad_T: gradient that arrived for the log-sum-exp, [T]; None for none.
     """
@@ -58,7 +59,7 @@ def upstream_factors(
         a_T, b_T, live_T = a_T - h_T * whole.entropy, -h_T * scale_T, live_T | (h_T != 0)
     if lse_grad_T is not None:
         a_T, live_T = a_T + lse_grad_T.double(), live_T | (lse_grad_T != 0)
-    # A log-prob that is no number (label off the vocabulary, say) has no gradient to be plausible.
+    # A log-prob that is not finite (a target off the vocabulary, say) gets gradient NaN, never a plausible number.
     lost_T = (g_T != 0) & ~torch.isfinite(whole.logprob)
     a_T = torch.where(lost_T, math.nan, a_T * scale_T)
     # The target's own entry, once and in float64: its 1 - p must survive where p is nearly 1.

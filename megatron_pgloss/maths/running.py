@@ -1,7 +1,8 @@
-"""Statistics along a unit: what came before a token, and what comes after it. Without gradient.
+"""Statistics of the tokens of a unit that lie before or after each token, without gradient.
 
-`N` positions of this rank's shard, `U` units, `C` chunks of a sequence under context parallelism. Positions of one unit
-must be in order and unbroken within each chunk, as every arrangement has them; only `[U, C]` tables travel.
+Shapes: `N` positions of this rank's shard, `U` units, `C` chunks of a sequence under context parallelism. Positions of
+one unit must be in order and unbroken within each chunk, as they are in every arrangement of this package. Ranks
+exchange `[U, C]` tables, never tokens. A *voter* is a position that counts.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from megatron_pgloss.maths.segments import Asked, UnitSums, taken
 
 
 def minimum(unit: UnitSums, values_N: Tensor, voters_N: Tensor, *, inclusive: bool = True) -> Tensor:
-    """Smallest voter of the unit up to each position, plus infinity where there is none yet. ``[N]``, constant.
+    """Smallest value among the voters of the unit up to each position, plus infinity where there is none yet. ``[N]``.
 
     Args:
+        unit: which unit each position belongs to.
         values_N: float [N].
-        voters_N: bool [N].
-        inclusive: whether a position's own value is among them.
+        voters_N: bool [N]: the positions that count.
+        inclusive: whether a position's own value is among the values up to it.
     """
     return taken([asked_minimum(unit, values_N, voters_N, inclusive=inclusive)], unit.group)[0]
 
@@ -53,12 +55,13 @@ def asked_minimum(unit: UnitSums, values_N: Tensor, voters_N: Tensor, *, inclusi
 
 
 def discounted(unit: UnitSums, values_N: Tensor, voters_N: Tensor, position_N: Tensor, gamma: float) -> Tensor:
-    """``sum over voters k >= t of the unit of gamma^(position_k - position_t) v_k`` at every position t. ``[N]``,
-    constant, in the dtype of ``values_N``.
+    """Discounted sum ``sum_{k >= t} gamma^(position_k - position_t) v_k`` over the voters k of the unit, at every
+    position t. ``[N]``, in the dtype of ``values_N``; 0 at a position without a unit.
 
     Args:
-        values_N: float [N].
-        voters_N: bool [N].
+        unit: which unit each position belongs to.
+        values_N: float [N]: v.
+        voters_N: bool [N]: the positions that count.
         position_N: int64 [N], position inside the sequence; it rises by one within a piece.
         gamma: discount in (0, 1].
     """
@@ -114,5 +117,5 @@ def _pieces(unit: UnitSums) -> Tensor:
 
 
 def _doublings(piece_N: Tensor) -> list[int]:
-    """1, 2, 4, ... below the number of positions: that many steps join every pair of a piece."""
+    """Steps 1, 2, 4, ... below the number of positions: joined one after the other, they span any piece."""
     return [1 << bit for bit in range(max(piece_N.numel() - 1, 0).bit_length())]

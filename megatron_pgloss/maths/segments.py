@@ -1,8 +1,8 @@
 """Sums over units (sequences, turns) of a micro-batch, exact under packing and context parallelism.
 
-`N` positions of this rank's shard, `U` units of the whole micro-batch. A unit's tokens may lie on several
-context-parallel ranks; only `[U]` sums travel, never tokens. Every rank of the group enters every collective, whatever
-it holds.
+Shapes: `N` positions of this rank's shard, `U` units of the whole micro-batch. A unit's tokens may lie on several
+context-parallel ranks; ranks exchange `[U]` sums, never tokens. Every rank of the group enters every collective,
+whether or not it holds a token. A *voter* is a position that counts in a statistic of its unit.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Asked:
 class _SumOverRanks(torch.autograd.Function):
     """All-reduce SUM, forward and backward.
 
-    Each rank turns the whole sum into losses of its own tokens, and the losses of all ranks add up; so the gradient of
-    one rank's part is the sum of what all ranks send back.
+    Each rank uses the whole sum in the losses of its own tokens, and the losses of all ranks add up. So the gradient of
+    one rank's part is the sum of the gradients that the whole sum gets on all ranks.
     """
 
     @staticmethod
@@ -101,14 +101,15 @@ def taken(asked: Sequence[Asked], group: Any) -> list[Tensor]:
 
 
 class UnitSums:
-    """Statistics over one kind of unit.
+    """Statistics over the units of one kind.
 
     Args:
-        unit_N: int64 [N]: unit of each position, -1 for none.
+        unit_N: int64 [N]: the unit of each position, -1 where it belongs to none.
         units: U, the same on all ranks of ``group``.
-        group: ranks that share the units' tokens.
+        group: the ranks that share the units' tokens, or None.
         chunk_N: int64 [N]: which of ``chunks`` consecutive pieces of its unit's sequence a position lies in; None where
             this rank holds whole sequences.
+        chunks: the number of these pieces.
     """
 
     def __init__(
@@ -162,8 +163,8 @@ class UnitSums:
         return Asked(self._sums(values_N, voters_N), lambda table_2U: self.spread(table_2U[0]))
 
     def largest(self, values_N: Tensor, voters_N: Tensor) -> Tensor:
-        """Each unit's largest voter, at every position of the unit, without gradient; minus infinity for a unit without
-        voters, 0 for a position without a unit. ``[N]``.
+        """Each unit's largest value among its voters, at every position of the unit, without gradient; minus infinity
+        for a unit without voters, 0 for a position without a unit. ``[N]``.
         """
         return self._now(self.asked_largest(values_N, voters_N))
 
@@ -199,8 +200,8 @@ class UnitSums:
     def prefix(self, values_N: Tensor, voters_N: Tensor) -> Tensor:
         """Sum over the voters of the unit up to and including each position. ``[N]``.
 
-        Positions of one unit must be in order within each chunk, as every arrangement here has them; other units may
-        lie between them.
+        Positions of one unit must be in order within each chunk, as they are in every arrangement of this package;
+        positions of other units may lie between them.
         """
         return self._now(self.asked_prefix(values_N, voters_N))
 
@@ -209,10 +210,11 @@ class UnitSums:
         picked_N = torch.where(voters_N & (self.unit_N >= 0), values_N, 0)
         chunk_N = self.chunk_N if self.chunk_N is not None else torch.zeros_like(self.unit_N)
         piece_N = torch.where(self.unit_N >= 0, self.unit_N * self.chunks + chunk_N, -1)
-        # Unit by unit: the tokens of one need not lie in an unbroken run (a turn id may come back).
+        # Sorted by unit: a unit's tokens need not lie in an unbroken run (a turn id may come back).
         order_N = torch.argsort(piece_N, stable=True)
         sorted_N, values_N64 = piece_N[order_N], picked_N.to(torch.float64)[order_N]
-        # Float64: a running total over the whole shard minus where the piece began must not lose digits.
+        # In float64: the running total over the whole shard, minus its value where the piece began, must not lose
+        # digits.
         running_N = values_N64.cumsum(0)
         begins_N = torch.ones_like(voters_N)
         begins_N[1:] = sorted_N[1:] != sorted_N[:-1]

@@ -1,4 +1,4 @@
-"""Divergences between two distributions of which k log-probs are known. `N` tokens, `k` ids of each.
+"""Divergences between two distributions of which only k log-probs are known. Shapes: `N` tokens, `k` ids of each.
 
 With q the teacher's and p the policy's probabilities on the ids K, Q and P their sums over K:
 
@@ -27,10 +27,13 @@ def topk_divergence(
     """The table's value for every token, float [N]; 0 for a token without ids. See `megatron_pgloss.TopKDistill`.
 
     Args:
-        policy_Nk, teacher_Nk: log-probs; the policy's are differentiable.
-        there_Nk: bool [N, k]: which of them are there.
+        policy_Nk: log-probs of the policy at the ids, differentiable.
+        teacher_Nk: log-probs of the teacher at the ids.
+        there_Nk: bool [N, k]: which ids the token has (it may have fewer than k).
+        direction: ``forward`` is KL(teacher || policy), ``reverse`` is KL(policy || teacher).
+        tail: whether the probability outside the ids is dropped, or both distributions renormalised on the ids.
     """
-    # Selected before any arithmetic: what is not there may be anything.
+    # Selected before any arithmetic: where an id is missing, the log-probs may hold anything.
     p_Nk, q_Nk = (torch.where(there_Nk, given_Nk, 0) for given_Nk in (policy_Nk, teacher_Nk))
     if tail == "renormalize":
         p_Nk, q_Nk = p_Nk - log_mass(p_Nk, there_Nk)[:, None], q_Nk - log_mass(q_Nk, there_Nk)[:, None]
@@ -39,10 +42,10 @@ def topk_divergence(
 
 
 def log_mass(logp_Nk: Tensor, there_Nk: Tensor) -> Tensor:
-    """Log of the sum of the probabilities that are there, [N]; 0 for a token without any."""
+    """Log of the sum of the probabilities at the ids that are there, [N]; 0 for a token without ids."""
     if not logp_Nk.size(1):
         return logp_Nk.new_zeros(len(logp_Nk))
     some_N = there_Nk.any(1)
-    # A token without any has a row of zeros in place of one of minus infinity, whose gradient is no number.
+    # A token without ids gets a row of zeros: a row of minus infinity would have a gradient of NaN.
     held_Nk = torch.where(there_Nk, logp_Nk, torch.where(some_N[:, None], -torch.inf, 0))
     return torch.where(some_N, held_Nk.logsumexp(1), 0)

@@ -1,1 +1,1 @@
-"""What tests share: worlds of processes, data, models, oracles and the choice of what is visited."""
+"""Code that tests share: worlds of processes, the oracle's stored answers, and the choice of the cases to visit."""

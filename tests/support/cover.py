@@ -1,8 +1,8 @@
-"""Which of many cases are visited: few that show all that the whole product shows, or the product itself.
+"""Choose which of many cases a run visits: a few that together have all features of all cases, or all cases.
 
 A fault that needs two axes together (context parallelism and packed rows, say) shows in every case that has both. So a
-run visits as many cases as show every pair of what may matter, and every triple that is named; ``--exhaustive`` visits
-all.
+run visits enough cases to have every pair of features that some case has, and every named triple; ``--exhaustive``
+visits all cases.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 EXHAUSTIVE = bool(os.environ.get("PGLOSS_EXHAUSTIVE"))
 """Whether everything is visited (``bash tools/test.sh --exhaustive``)."""
 NOTES: list[str] = []
-"""What was chosen, for the end of the run."""
+"""Notes on what was chosen, printed at the end of the run."""
 Case = TypeVar("Case")
 
 
 def pairs(features: Iterable[Hashable], triples: Sequence[Sequence[Hashable]] = ()) -> set[Hashable]:
-    """Every feature, every two together, and those of ``triples`` that are there whole."""
+    """Every feature, every two features together, and those of ``triples`` whose three features are all there."""
     held = sorted(set(features), key=repr)
     whole = {tuple(triple) for triple in triples if set(triple) <= set(held)}
     return set(held) | set(combinations(held, 2)) | whole
@@ -30,15 +30,16 @@ def cover(
     cases: Sequence[Case], shows: Callable[[Case], set[Hashable]], cost: Callable[[Case], float] = lambda _: 1.0,
     always: Iterable[Case] = (),
 ) -> list[Case]:  # fmt: skip
-    """Few of ``cases``, in their order, that show between them all that the cases show.
+    """A few of ``cases``, in their order, that together show everything that all cases show.
 
-    Greedy: whoever shows the most that is still missing for its cost comes next. The same cases give the same choice.
+    The choice is greedy: the next case is the one that shows the most of what is still missing, relative to its cost.
+    The same cases always give the same choice.
 
     Args:
-        cases: all.
-        shows: what a case shows.
-        cost: of a visit.
-        always: visited whatever they show.
+        cases: all cases.
+        shows: a function from a case to what it shows.
+        cost: a function from a case to the cost of visiting it.
+        always: cases that are visited whatever they show.
     """
     shown = [shows(case) for case in cases]
     kept = list(always)
@@ -54,12 +55,12 @@ def cover(
 def paired(
     title: str, *, kinds: Mapping[str, Callable[[Any], Hashable]] | None = None, **axes: Iterable[Any]
 ) -> list[Any]:
-    """Values of independent axes for ``parametrize``: every two values of two axes together in one case at least.
+    """Cases of independent axes for ``parametrize``: every two values of two axes occur together in some case.
 
     Args:
-        title: for the note at the end of the run.
-        kinds: axis to what of a value is paired with the other axes; the value itself is visited at least once. None:
-            the value.
+        title: the title of the note at the end of the run.
+        kinds: axis to a function from a value to its kind. Of such an axis, kinds are paired with the other axes, and
+            each value occurs at least once.
         axes: name to values.
     """
     names, kinds = list(axes), kinds or {}
@@ -74,7 +75,7 @@ def paired(
 
 
 def visited(title: str, cases: Sequence[Case], shows: Callable[[Case], set[Hashable]], **options: Any) -> list[Case]:
-    """`cover`, or all in an exhaustive run; a note says which."""
+    """The cases that `cover` chooses, or all in an exhaustive run, with a note for the end of the run."""
     chosen = list(cases) if EXHAUSTIVE else cover(cases, shows, **options)
     seen = set().union(*map(shows, cases))
     sizes = {n: sum(1 for one in seen if isinstance(one, tuple) and len(one) == n) for n in (2, 3)}

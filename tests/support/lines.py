@@ -1,7 +1,8 @@
-"""Which lines of the package a test runs: the map by which a mutant is judged by the tests that execute its line.
+"""Record which lines of the package each test runs. `tools/mutate.py` uses this map to judge a mutant by the tests that
+execute its line.
 
-Python 3.12's `sys.monitoring` reports each line once and is told to be silent about it until the next test, so the cost
-is small. On an earlier Python there is no map.
+Python 3.12's `sys.monitoring` reports each line once and is told not to report it again until the next test, so the
+cost is small. On an earlier Python there is no map.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Any
 
 PACKAGE = str(Path(__file__).resolve().parents[2] / "megatron_pgloss") + os.sep
 WANTED = "PGLOSS_LINES"
-"""Environment variable: the file to write the map to."""
+"""Name of an environment variable: the file to write the map to."""
 Line = tuple[str, int]
-"""File below the package, and line."""
+"""(Path below the package, line number)."""
 
 
 class Recorder:
-    """Lines of the package that run between `begin` and `end`."""
+    """Records the lines of the package that run between `begin` and `end`."""
 
     def __init__(self) -> None:
         if sys.version_info < (3, 12):
@@ -41,17 +42,17 @@ class Recorder:
         return self._monitor.DISABLE
 
     def begin(self) -> None:
-        """Forget what ran before."""
+        """Forget the lines that ran before."""
         self._seen = set()
         self._monitor.restart_events()
 
     def end(self) -> set[Line]:
-        """What ran since `begin`."""
+        """The lines that ran since `begin`."""
         return self._seen
 
 
 def recorder() -> Recorder | None:
-    """One, where the run asks for a map."""
+    """A `Recorder` if the run asks for a map, else None."""
     return Recorder() if os.environ.get(WANTED) else None
 
 
@@ -64,12 +65,12 @@ class Map:
         self._started = 0.0
 
     def begin(self) -> None:
-        """A test begins."""
+        """Start recording a test."""
         self._started = time.perf_counter()
         self._recorder.begin()
 
     def end(self, name: str, worlds: Iterable[Any]) -> None:
-        """It has ended; ``worlds`` are those that it waited for."""
+        """Store the test's lines and time; ``worlds`` are the worlds that it waited for."""
         worlds = list(worlds)
         seconds = time.perf_counter() - self._started
         lines = self._recorder.end().union(*(world.lines for world in worlds))
@@ -77,7 +78,7 @@ class Map:
         self._tests[name] = {"seconds": round(cost, 4), "worlds": len(worlds), "lines": lines}
 
     def write(self, file: Path) -> None:
-        """As JSON: each line of the package once, and by each test the numbers of its lines."""
+        """Write the map as JSON: each line of the package once, and for each test the numbers of its lines."""
         every = sorted(set().union(*(test["lines"] for test in self._tests.values())))
         number = {line: index for index, line in enumerate(every)}
         tests = {

@@ -1,4 +1,4 @@
-"""A run that is killed leaves no process behind."""
+"""Processes that end with their parent, so that a killed test run leaves none behind."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import sys
 
 
 def end_with_parent() -> None:
-    """This process is killed when the one that started it ends, however that ends. Linux alone has it."""
+    """Have this process killed when its parent ends, in whatever way. It works on Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

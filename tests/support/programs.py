@@ -1,6 +1,6 @@
-"""Programs as torchrun would start them, in ranks forked from the warm process: the same environment, no imports.
+"""Run programs as torchrun would, in ranks forked from the warm process: with its environment, without its imports.
 
-What torchrun itself does (ending the peers of a rank that failed, say) needs the real one: `torchrun`.
+Tests of what torchrun itself does (ending the peers of a failed rank, say) start the real one by `torchrun`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class Ended:
     stdout: str
     stderr: str
     files: Mapping[str, str]
-    """Text of the files that were asked for."""
+    """Name to text of the requested files."""
 
 
 def launch(processes: int, *program: str, folder: Path, timeout: float = TIMEOUT, **environment: str) -> Ended:
-    """Run ``program`` (``-m MODULE ...`` or ``FILE ...``) on ``processes`` ranks in ``folder``, now."""
+    """Run ``program`` (``-m MODULE ...`` or ``FILE ...``) on ``processes`` ranks in ``folder``, and wait for it."""
     world = World(_rank, processes, (program, str(folder), environment, ()), timeout, grouped=False)
     RUN.direct.append(world)
     return _ended(world.results())
 
 
 def program_fixture(processes: int, *program: str, files: Sequence[str] = (), timeout: float = TIMEOUT) -> Any:
-    """A module's fixture: how the program ended, in a folder of its own. It runs beside other tests."""
+    """A module-scoped fixture: an `Ended` of the program, which runs in a folder of its own beside other tests."""
     world = World(_rank, processes, (program, None, {}, tuple(files)), timeout, grouped=False)
 
     def ended() -> Ended:
@@ -54,7 +54,7 @@ def program_fixture(processes: int, *program: str, files: Sequence[str] = (), ti
 
 
 def torchrun(processes: int, *program: str, folder: Path, timeout: float = TIMEOUT) -> Ended:
-    """The real torchrun."""
+    """Run ``program`` by the real torchrun."""
     env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)
@@ -77,7 +77,7 @@ def _rank(
     environment: Mapping[str, str],
     files: Sequence[str],
 ) -> tuple[int, str, str, dict[str, str]]:
-    """One rank of a program: its exit code, what it printed, and what it left."""
+    """Run one rank of a program; return its exit code, its output, and the text of its files."""
     shared = Path(os.environ["PGLOSS_WORLD"])
     where = Path(folder) if folder else shared / "program"
     where.mkdir(exist_ok=True)
@@ -100,7 +100,7 @@ def _rank(
 
 
 def _run(program: Sequence[str]) -> int:
-    """Run it as ``__main__``; its exit code."""
+    """Run the program as ``__main__``, and return its exit code."""
     run: Callable[..., Any] = runpy.run_path
     if program[0] == "-m":
         run, program = runpy.run_module, program[1:]

@@ -1,6 +1,6 @@
-"""The oracle's answers, each computed once a test run: kept in a folder that all worlds of the run share.
+"""The oracle's answers, each computed once per test run and stored in a folder that all worlds of the run share.
 
-An answer is found again by everything that it depends on: the model's parameters and config, the rows, and the spec.
+The key of an answer is a hash of everything that it depends on: the model's parameters and config, rows and spec.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from megatron_pgloss.verify.data.rows import Row
 from megatron_pgloss.verify.run.judge import FLOAT64, Answer, Judge, Precision, oracle_answer, plain
 
 FOLDER = "PGLOSS_SHELF"
-"""Environment variable: where the answers of this run lie. Without it, nothing is kept."""
+"""Name of an environment variable: the folder of this run's answers. Without it no answer is stored."""
 
 
 def answer(chunks: Any, model_fn: Any, rows: Sequence[Row], spec: LossSpec) -> Answer:
-    """`oracle_answer`, or what it answered before to the very same question."""
+    """The answer of `oracle_answer`, or the stored one to the same question."""
     folder = os.environ.get(FOLDER)
     functions = [part["fn"] for part in plain(spec)["components"] if part["kind"] == "term"]
-    if folder is None or any(fn.__closure__ for fn in functions):  # what a closure holds cannot be read
+    if folder is None or any(fn.__closure__ for fn in functions):  # the values in a closure are no part of the key
         return oracle_answer(chunks, model_fn, rows, spec)
     file = Path(folder) / f"{_question(chunks, rows, spec, functions)}.pt"
     if not file.exists():
         part = file.with_suffix(f".{os.getpid()}")
-        torch.save(_detached(oracle_answer(chunks, model_fn, rows, spec)), part)  # pickle takes milliseconds a tensor
+        # By torch.save, because pickle takes milliseconds per tensor.
+        torch.save(_detached(oracle_answer(chunks, model_fn, rows, spec)), part)
         part.rename(file)
     return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
 
 
 def judge_of(specs: Mapping[str, LossSpec | Callable[[], LossSpec]], precision: Precision = FLOAT64) -> Judge:
-    """A `Judge` that asks through the shelf."""
+    """A `Judge` that stores the oracle's answers and finds them again."""
     return Judge(specs, precision, answer)
 
 

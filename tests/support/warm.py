@@ -1,6 +1,6 @@
-"""Imported once a test run, by the process that every world is forked from (`support.worlds`).
+"""The process that every world is forked from imports this module once per test run (`support.worlds`).
 
-Nothing here may start a thread, open a process group or change a library: what is forked is only what was imported.
+Nothing here may start a thread, open a process group or change a library: forks must inherit imports and nothing else.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ MODULES = (
 
 
 def load() -> None:
-    """Import what takes seconds. What is not installed is left to the test that needs it."""
+    """Import the modules that take seconds. Modules that are not installed are skipped."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in MODULES:
             if importlib.util.find_spec(name.partition(".")[0]):
                 importlib.import_module(name)
-    # Ranks need not look through what was imported for garbage, and so leave its memory shared.
+    # Frozen objects are not searched for garbage in the ranks, so that their memory stays shared.
     gc.collect()
     gc.freeze()
 

@@ -1,12 +1,12 @@
-"""Worlds of gloo processes for tests: forked from one warm process, run side by side, each held to a deadline.
+"""Worlds of gloo processes for tests: forked from one warm process, run side by side, each with a deadline.
 
 Torch and Megatron-Core take seconds to import, which was most of the suite's time. They are imported once, by a process
-that does nothing else (``support.warm``), and every rank of every world is a fork of it: a rank begins within
-milliseconds, shares the memory of what was imported, and ends with its world. So nothing that a test patches, sets,
-draws or leaves behind can reach the next one.
+that does nothing else (``support.warm``), and every rank of every world is a fork of it: a rank starts within
+milliseconds, shares the memory of the imported modules, and ends with its world. So nothing that a test patches, sets,
+draws or leaves behind can reach the next test.
 
-A fixture made by `world_fixture` is started when the tests that use it have been collected, and goes on while tests of
-one process run; `run_world` starts a world and waits for it. At most `SEATS` ranks are alive at a time.
+The world of a fixture made by `world_fixture` starts when the tests have been collected, and runs beside single-process
+tests; `run_world` starts a world and waits for it. At most `SEATS` ranks are alive at a time.
 """
 
 from __future__ import annotations
@@ -37,22 +37,28 @@ from support.lines import Line, recorder
 from support.orphans import end_with_parent
 
 SEATS = int(os.environ.get("PGLOSS_SEATS", "8"))
-"""Ranks that may be alive at a time."""
+"""The number of ranks that may be alive at a time."""
 RESERVED = SEATS // 2
-"""Of these, seats that are free for a world that a test waits for: others begin there only while a test waits."""
+"""How many seats are reserved: worlds take them only while some test waits for a world."""
 TIMEOUT = 300.0
 """Seconds that a world may take from its start. Other worlds and tests run beside it."""
 
 
 Report = tuple[float, str | None, bytes, tuple[float, float], set[Line]]
-"""Of a rank: when it ended, what it raised, what it returned, (processor seconds, MiB), lines of the package it ran."""
+"""A rank's end time, error text or None, pickled result, (processor seconds, MiB), and lines of the package that it
+ran.
+"""
 
 
 @dataclass(eq=False)
 class World:
-    """``fn(rank, size, *args)`` on ``size`` processes.
+    """Processes that run ``fn(rank, size, *args)``, ``size`` of them.
 
     Args:
+        fn: the function of each rank.
+        size: the number of ranks.
+        args: further arguments of ``fn``.
+        timeout: seconds from the start to the deadline.
         grouped: whether the ranks begin in a default process group; without one, ``fn`` makes its own.
     """
 
@@ -62,7 +68,7 @@ class World:
     timeout: float = TIMEOUT
     grouped: bool = True
     urgent: bool = False
-    """A test waits for it: it takes the next free seats."""
+    """A test waits for this world, so that it takes the next free seats."""
     _ranks: list[Any] = field(default_factory=list)
     _folder: Any = None
     _found: dict[int, Report] = field(default_factory=dict)
@@ -70,24 +76,25 @@ class World:
     _done: bool = False
     _started: float = 0.0
     seconds: float = 0.0
-    """From its start to its end."""
+    """Seconds from the world's start to its end."""
     busy: float = 0.0
-    """Processor time of its ranks, seconds."""
+    """Processor seconds of all ranks."""
     lines: set[Line] = field(default_factory=set)
-    """Of the package that its ranks ran, where the run asks for them."""
+    """Lines of the package that the ranks ran, if the run asks for a map of lines."""
     memory: float = 0.0
-    """Most resident memory of a rank, MiB, what it shares with the others included."""
+    """Largest resident memory of a rank in MiB, shared memory included."""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The world's name in messages."""
         return f"{self.fn.__module__}.{self.fn.__qualname__} on {self.size}"
 
     def results(self) -> list[Any]:
-        """What each rank returned, by rank; waits for them.
+        """Wait for all ranks, and return their results by rank.
 
         Raises:
-            AssertionError: a rank raised, died, or did not end in time; with its traceback, or where it stood.
+            AssertionError: a rank raised, died, or did not end in time. The message has the rank's traceback, or the
+                place where it stood.
         """
         if not (self._done or self in RUN.waiting or self in RUN.running):
             RUN.submit(self)
@@ -110,7 +117,7 @@ class World:
             self._ranks.append(process)
 
     def look(self) -> None:
-        """Collect what is there; end the world where it is over, one way or the other."""
+        """Collect the reports that are there; end the world if it is finished, has failed or is late."""
         late = time.monotonic() > self._started + self.timeout
         ended = {rank: process.exitcode for rank, process in enumerate(self._ranks)}  # before the files are looked for
         for rank in set(range(self.size)) - set(self._found):
@@ -119,7 +126,7 @@ class World:
                 self._found[rank] = pickle.loads(file.read_bytes())
         errors = [(when, rank, error) for rank, (when, error, *_) in self._found.items() if error is not None]
         dead = [rank for rank, code in ended.items() if code is not None and rank not in self._found]
-        if errors:  # whoever was first: the others only say that a connection was closed
+        if errors:  # the first error counts: later ones only say that a connection was closed
             _, rank, error = min(errors)
             self._end(f"rank {rank} of {self.name} failed:\n{error}\n{self._said(rank)}")
         elif dead:
@@ -134,7 +141,7 @@ class World:
             )
 
     def _stacks(self, ranks: Iterable[int]) -> str:
-        """Where these ranks stand."""
+        """The stacks of these ranks, as they print them on a signal."""
         for rank in ranks:
             if self._ranks[rank].is_alive():
                 os.kill(self._ranks[rank].pid, signal.SIGUSR1)
@@ -142,7 +149,7 @@ class World:
         return "\n".join(map(self._said, ranks))
 
     def _said(self, rank: int) -> str:
-        """The end of what a rank printed."""
+        """The end of a rank's output."""
         text = (Path(self._folder.name) / f"{rank}.log").read_text(errors="replace")
         return f"rank {rank} printed:\n{text[-3000:]}" if text else f"rank {rank} printed nothing"
 
@@ -169,19 +176,19 @@ class Run:
         self.running: list[World] = []
         self.ended: list[World] = []
         self.direct: list[World] = []
-        """Started by a test itself, not by a fixture, since somebody last looked."""
+        """Worlds that a test started itself, not by a fixture, since this list was last emptied."""
         self.most = 0
-        """Most ranks alive at a time."""
+        """The largest number of ranks that were alive at a time."""
         self._warm = False
 
     def warm(self) -> Any:
-        """How ranks are started; the process that they are forked from begins to import."""
+        """The multiprocessing context that starts ranks; at the first call the warm process starts its imports."""
         context = mp.get_context(self.method)
         if self.method == "forkserver" and not self._warm:
             self._warm = True
             context.set_forkserver_preload(["support.warm"])
             before = os.environ.get("PYTHONPATH")
-            # Python before 3.12.8 does not hand the path on to what it imports beforehand.
+            # Python before 3.12.8 does not set `sys.path` for modules that the fork server preloads.
             os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
             forkserver.ensure_running()
             if before is None:
@@ -191,14 +198,14 @@ class Run:
         return context
 
     def submit(self, world: World) -> None:
-        """Start it when there are seats for it: the large ones first, then in the order they came."""
+        """Queue the world until there are seats for it: larger worlds first, then in the order of submission."""
         if world.size > SEATS:
             raise ValueError(f"{world.name} needs more than PGLOSS_SEATS={SEATS} processes")
         self.waiting.append(world)
         self.waiting.sort(key=lambda one: -one.size)
 
     def pump(self, patience: float = 0.0) -> None:
-        """Collect what has ended and start what fits; wait up to ``patience`` seconds for something to end."""
+        """Collect worlds that have ended and start worlds that fit; wait up to ``patience`` seconds for an end."""
         self._fill()
         ends = [process.sentinel for world in self.running for process in world._ranks if process.is_alive()]
         if patience and ends:
@@ -209,7 +216,8 @@ class Run:
         self._fill()
 
     def _fill(self) -> None:
-        # While a test of one process runs, it has a core, and worlds the other; while one waits, they have all.
+        # While a single-process test runs, worlds leave it a core; while a test waits for a world, worlds have all
+        # seats.
         seats = SEATS if any(one.urgent for one in (*self.waiting, *self.running)) else SEATS - RESERVED
         for world in sorted(self.waiting, key=lambda one: not one.urgent):
             taken = sum(one.size for one in self.running)
@@ -219,10 +227,10 @@ class Run:
                 self.running.append(world)
                 self.most = max(self.most, taken + world.size)
             elif world.urgent:
-                return  # it has the next seats
+                return  # the next free seats are this world's
 
     def close(self) -> None:
-        """End what nobody waits for any more."""
+        """End all worlds: no test waits for them any more."""
         self.waiting.clear()
         for world in self.running:
             world._end("the run ended")
@@ -244,11 +252,11 @@ class Run:
 
 RUN = Run()
 FIXTURES: dict[Callable[[], Any], World] = {}
-"""Function of a fixture to the world that it waits for."""
+"""A fixture's function to the world that it waits for."""
 
 
 def world_fixture(fn: Callable[..., Any], size: int, *args: Any, timeout: float = TIMEOUT) -> Any:
-    """A module's fixture: what each rank of ``fn(rank, size, *args)`` returned, by rank."""
+    """A module-scoped fixture: the results of ``fn(rank, size, *args)``, by rank."""
     world = World(fn, size, args, timeout)
 
     def results() -> list[Any]:
@@ -259,7 +267,7 @@ def world_fixture(fn: Callable[..., Any], size: int, *args: Any, timeout: float 
 
 
 def run_world(fn: Callable[..., Any], size: int, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
-    """Call ``fn(rank, size, *args)`` in ``size`` processes now; what each returned, by rank.
+    """Call ``fn(rank, size, *args)`` in ``size`` processes, wait, and return the results by rank.
 
     Raises:
         AssertionError: as `World.results`.
@@ -270,7 +278,7 @@ def run_world(fn: Callable[..., Any], size: int, *args: Any, timeout: float = TI
 
 
 def worlds_of(items: Iterable[pytest.Item]) -> list[World]:
-    """The worlds that fixtures of these tests wait for, in the order of the tests."""
+    """The worlds that the fixtures of these tests wait for, in the order of the tests."""
     found: dict[World, None] = {}
     for item in items:
         info = getattr(item, "_fixtureinfo", None)
@@ -282,9 +290,9 @@ def worlds_of(items: Iterable[pytest.Item]) -> list[World]:
 
 
 def _rank(rank: int, size: int, folder: str, timeout: float, fn: Callable, args: tuple, grouped: bool) -> None:
-    """One rank, in its own process. It leaves a `Report`."""
+    """Run one rank in its own process, and write its `Report`."""
     end_with_parent()
-    os.nice(5)  # tests of one process go first, and worlds fill what they leave of the machine
+    os.nice(5)  # single-process tests go first, and worlds use the rest of the machine
     said = os.open(str(Path(folder) / f"{rank}.log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(said, stream)

@@ -1,1 +1,1 @@
-"""What `tools/bench_loss.py` is made of: peers, phases, plan and loss, collectives, and how they are shown."""
+"""The parts of `tools/bench_loss.py`: peers, phases, plan and loss, collectives, and their tables."""

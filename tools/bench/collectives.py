@@ -4,9 +4,9 @@
     python tools/bench/collectives.py
 
 One world of four gloo processes on the CPU, as TP 4 and then as two replicas of TP 2. Every function of
-torch.distributed that communicates is wrapped before anything else is imported; counted are its outermost calls, and
-the bytes of the tensor that a rank hands to each. Nothing is typed in: a peer that is not there is skipped with its
-reason.
+torch.distributed that communicates is wrapped before anything else is imported, and the wrappers count outermost calls
+and the bytes of the tensor that a rank hands to each. All figures are measured: a peer that is not installed is skipped
+with the reason.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Calls:
 
     def _wrap(self, name: str) -> None:
         inner = getattr(dist, name)
-        # Of two tensors the smaller is what this rank gives (a gather's input, a scatter's part is the larger).
+        # Of two tensors the smaller is counted: a gather's input, or a scatter's output.
         pick = max if name.startswith("reduce_scatter") else min
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ def visit(rank: int, size: int, calls: Calls) -> dict[str, Any]:
 
 
 def child(rank: int, folder: Path) -> None:
-    """One process of the world; the first writes what it counted."""
+    """Run as one process of the world; the first process writes the counts."""
     calls = Calls()
     torch.set_num_threads(1)
     world = max(SIZES)
@@ -151,7 +151,7 @@ def collectives(limit: float = 120) -> dict[str, Any] | str:
 
 
 def lines(found: dict[str, Any]) -> list[list[str]]:
-    """The table, its head first: an implementation a row."""
+    """The table, its heading first, with one row per implementation."""
     head = ["", *(f"TP {size}: {way}" for size in found for way in ("forward", "backward"))]
     first = next(iter(found.values()))
     rows = []
@@ -163,7 +163,7 @@ def lines(found: dict[str, Any]) -> list[list[str]]:
 
 
 def markdown(found: dict[str, Any] | str) -> str:
-    """The same as a part of a page."""
+    """The table as a part of a page."""
     if isinstance(found, str):
         return f"Collectives were not counted: {found}."
     head, *rows = lines(found)
@@ -177,7 +177,7 @@ def markdown(found: dict[str, Any] | str) -> str:
 
 
 def show(found: dict[str, Any] | str) -> None:
-    """The same on the terminal."""
+    """Print the table on the terminal."""
     print("\ncollectives: calls (bytes a token)", flush=True)
     if isinstance(found, str):
         print(f"not counted: {found}", flush=True)
@@ -190,7 +190,7 @@ def show(found: dict[str, Any] | str) -> None:
 
 
 def main() -> None:
-    """Count, or be one of the ranks."""
+    """Count the collectives; in a rank's process, run as that rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

@@ -19,7 +19,7 @@ Run = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def logits_given(backends: list[str], megatron: str | None) -> Iterator[tuple[str, Run | str]]:
-    """(name, what runs or the reason why it cannot) for logits [T, V] and targets."""
+    """(name, function or the reason why it cannot run) of each implementation on logits [T, V] and targets."""
     from megatron_pgloss.logprobs.rows.backends import backend_problem
 
     for name in backends:
@@ -37,7 +37,7 @@ def logits_given(backends: list[str], megatron: str | None) -> Iterator[tuple[st
 
 
 def heads() -> Iterator[tuple[str, Run | str]]:
-    """(name, what runs or the reason why it cannot) for hidden states, weight and targets."""
+    """(name, function or the reason why it cannot run) of each implementation on hidden states, weight and targets."""
     if importlib.util.find_spec("megatron_pgloss.logprobs.head.linear"):
         for mode in ("keep", "recompute", "forward"):
             yield f"ours, {mode}", our_head(mode)
@@ -83,13 +83,13 @@ def our_head(mode: str, chunk: int | None = None) -> Run:
 
 
 def naive(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What one writes first."""
+    """The obvious implementation in plain torch."""
     logp = logits.float().log_softmax(-1)
     return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
 def naive_head(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The same behind a matrix product."""
+    """The obvious implementation in plain torch, after the head's matrix product."""
     return naive(hidden @ weight.t(), targets)
 
 
@@ -146,7 +146,7 @@ def verl_head_or_reason() -> Run | str:
         return f"does not import: {error}"
     if module is None:
         return "not installed"
-    # With Liger installed and on CPU its own kernels would be picked: the torch path is what runs here.
+    # With Liger installed, verl would pick Liger's kernels, on a CPU too; this runs its torch path.
     module._LIGER_FUSED_LINEAR_SCALED_CROSS_ENTROPY = None
     layer = module.FusedLinearForPPO(chunk_size=512)
 

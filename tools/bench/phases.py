@@ -1,4 +1,4 @@
-"""Where the time of the log-probs goes: phases of our own pass, and floors that no implementation gets below.
+"""Where the time of the log-probs goes: the phases of this package's pass, and floors that no implementation can beat.
 
 Shapes: logits [T, V], hidden [T, H], weight [V, H], targets [T].
 """
@@ -15,24 +15,24 @@ from megatron_pgloss import TokenLogprobs, token_logprobs
 from megatron_pgloss.logprobs import linear_token_logprobs
 
 Timer = Callable[[Callable[[], Any]], float]
-"""What a call takes, in milliseconds."""
+"""A function that returns the milliseconds of a call."""
 
 
 class Model(torch.autograd.Function):
-    """Hands its input on, and takes up the gradient as the layer before would."""
+    """Passes its input on, and takes the gradient as the layer before the logits would."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """The same memory, and no view of the input: some peers write over what they are given."""
+        """Return a tensor on the input's memory that is no view of it, because some peers write over their inputs."""
         return x.new_empty(0).set_(x.detach())  # type: ignore[call-overload,no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:
-        """The end."""
+        """Drop the gradient."""
 
 
 def _phases(make: Callable[[], TokenLogprobs], timer: Timer) -> dict[str, float]:
-    """Forward, and what the whole pass takes beyond it; with entropy."""
+    """Milliseconds of forward with entropy, and of the rest of the whole pass."""
 
     def whole() -> None:
         out = make()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time of the loss beyond the log-probs: the plan of a step, and of one micro-batch its streams, terms and metrics.
+"""Time of the loss beyond the log-probs: a step's plan, and one micro-batch's streams, terms and metrics.
 
     python tools/bench/plan.py --tokens 100000 400000 --rounds 9
 
@@ -69,7 +69,7 @@ class Clock:
             self.mark()
 
     def mark(self) -> None:
-        """Another point in time."""
+        """Mark this point in time."""
         if not self.cuda:
             self.marks.append(time.process_time())
             return
@@ -78,7 +78,7 @@ class Clock:
         self.marks.append(event)
 
     def spans(self) -> list[float]:
-        """From each mark to the next."""
+        """Milliseconds from each mark to the next."""
         pairs = list(itertools.pairwise(self.marks))
         if not self.cuda:
             return [1e3 * (b - a) for a, b in pairs]
@@ -161,7 +161,7 @@ def one_pass(tokens: int, device: str, rounds: int) -> float:
 
 
 def rest_of_the_loss(rounds: int, sizes: tuple[int, ...] = (100_000, 400_000), device: str = "cpu") -> dict[str, Any]:
-    """Per number of tokens and stage: milliseconds for 100k of them, passes, and the floor in milliseconds."""
+    """For each number of tokens and each stage: milliseconds per 100k tokens, passes, and the floor in milliseconds."""
     found: dict[str, Any] = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -182,7 +182,7 @@ def rest_of_the_loss(rounds: int, sizes: tuple[int, ...] = (100_000, 400_000), d
 
 
 def lines(found: dict[str, Any]) -> list[list[str]]:
-    """The table, its head first."""
+    """The table, its heading first."""
     sizes = list(found)
     head = ["stage", *(f"ms per 100k tokens, {size}" for size in sizes), "passes", "floor, ms"]
     rows = [
@@ -198,7 +198,7 @@ def lines(found: dict[str, Any]) -> list[list[str]]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The same as a part of a page."""
+    """The table as a part of a page."""
     head, *rows = lines(found)
     table = "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *rows])
     return (
@@ -209,7 +209,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def show(found: dict[str, Any]) -> None:
-    """The same on the terminal."""
+    """Print the table on the terminal."""
     print("\nthe rest of the loss: GRPO, one micro-batch of uneven rows", flush=True)
     for line in lines(found):
         print(f"{line[0]:22}" + "".join(f"{cell:>28}" for cell in line[1:]), flush=True)

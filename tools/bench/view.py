@@ -1,4 +1,4 @@
-"""What `bench_loss.py` found, as tables on the terminal, in a Markdown page, and as one picture."""
+"""The results of `bench_loss.py`, as tables on the terminal, in a Markdown page, and as one picture."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _where(profile: dict[str, float]) -> str:
 
 
 def write_page(report: dict[str, Any], page: Path, command: str) -> None:
-    """Replace what stands between the markers of ``page``."""
+    """Replace the text between the markers of ``page`` by the results."""
     parts = [
         f"Measured on {report['date']}: {report['machine']}, {report['threads']} threads, load {report['load']:.1f} at "
         f"the start, torch {report['versions']['torch']}, Python {report['versions']['python']}, medians of "

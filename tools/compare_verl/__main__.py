@@ -2,8 +2,8 @@
 
     PYTHONPATH=.:tools python -m compare_verl [--write docs/verl.md | --check docs/verl.md]
 
-Needs verl (tools/compare_verl.sh installs it without its GPU stack). Prints the table, and fails where two that should
-be equal are not, or where a difference that the table explains is gone.
+The script needs verl (tools/compare_verl.sh installs it without its GPU stack). It prints the table, and fails if two
+sides that should be equal are not, or if a difference that the table explains no longer exists.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def measure(row: Row) -> tuple[float, float]:
 
 
 def verdict(row: Row, value: float, gradient: float) -> str | None:
-    """What is wrong with the row, or None."""
+    """The way in which the row breaks its claim, or None."""
     if row.same == "both" and max(value, gradient) > EQUAL:
         return "should be equal"
     if row.same == "gradient" and (gradient > EQUAL or value < EQUAL):
@@ -45,12 +45,12 @@ def verdict(row: Row, value: float, gradient: float) -> str | None:
 
 
 def shown(difference: float) -> str:
-    """Equal, or the difference with one digit: what a table can promise on any machine."""
+    """``equal``, or the difference with one digit, which is the same on most machines."""
     return "equal" if difference <= EQUAL else f"{difference:.0%}" if difference >= 0.01 else f"{difference:.0e}"
 
 
 def _words(text: str) -> str:
-    """The table without the size of its differences, which another processor rounds otherwise."""
+    """The table without the sizes of its differences, which another processor rounds differently."""
     return re.sub(r"\| (\d+%|\de-\d\d) (?=\|)", "| differs ", text)
 
 

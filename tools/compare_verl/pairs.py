@@ -21,7 +21,7 @@ Answer = tuple[float, Tensor]
 
 @dataclass(frozen=True)
 class Data:
-    """What both sides are given: float64 [B, L], and the mask with holes and one row that is masked whole."""
+    """The inputs of both sides: float64 [B, L], and a mask with holes and one row that is masked whole."""
 
     logp: Tensor
     old: Tensor
@@ -38,10 +38,10 @@ class Data:
         """A batch of one seed.
 
         Args:
-            seed: of all that is drawn.
+            seed: the seed of everything that is drawn.
             spread: standard deviation of log-ratios.
-            empty_row: one row is masked whole.
-            varied: an advantage for each token, not one a row.
+            empty_row: whether one row is masked whole.
+            varied: draw an advantage for each token, not one per row.
         """
         dice = torch.Generator().manual_seed(seed)
 

@@ -1,4 +1,4 @@
-"""What is compared with verl 0.9.1, line by line, and why two lines may differ. See tools/compare_verl.sh."""
+"""The lines of the comparison with verl 0.9.1, and why two sides may differ. See tools/compare_verl.sh."""
 
 from __future__ import annotations
 

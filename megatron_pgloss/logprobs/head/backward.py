@@ -1,7 +1,7 @@
-"""The fused head that takes its gradient in the backward pass: logits kept, or made once more.
+"""The fused head that computes its gradient in the backward pass, from logits that were kept or are computed once more.
 
-Shapes: `T` rows of the micro-batch, `N` wanted ones, `L` of these with a gradient, `R` of one chunk, `H` hidden,
-`Vl` columns of the shard.
+Shapes: `T` rows of the micro-batch, `N` wanted rows, `L` wanted rows with a gradient, `R` rows of one chunk, `H`
+hidden, `Vl` columns of the shard.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from megatron_pgloss.logprobs.vocab.merge import Merged
 
 
 class BackwardHead(torch.autograd.Function):
-    """(hidden, weight, targets, 1/tau, job, whether a backward may come) to (log-prob, entropy or None)."""
+    """Maps (hidden, weight, targets, 1/tau, job, whether a backward may follow) to (log-prob, entropy or None)."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, inverse_tau: Tensor | None, job: HeadJob, train: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """GEMM, statistics, one collective."""
+        """Compute logits and their row statistics; merge the shards' statistics by one collective."""
         if not train:
-            job = job._replace(keep=False)  # nobody will come for them
+            job = job._replace(keep=False)  # no backward will read the logits
         rows = gather_rows(hidden, targets, inverse_tau, job)
         whole, kept_NV = run_forward(rows, weight, job)
         if train:
@@ -49,7 +49,7 @@ class BackwardHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_T: Tensor | None, h_T: Tensor | None) -> tuple[Tensor | None, ...]:
-        """dX and dW over the rows that have a gradient; one reduction of dX."""
+        """Compute dX and dW over the rows that have a gradient; reduce dX over the ranks once."""
         check_once(ctx)
         hidden, weight, targets, inverse_tau, kept_NV, *merged = ctx.saved_tensors
         job: HeadJob = ctx.job
@@ -63,7 +63,7 @@ class BackwardHead(torch.autograd.Function):
 
 
 class _Backward:
-    """One backward pass."""
+    """The state and the loop of one backward pass."""
 
     def __init__(
         self, rows: WantedRows, weight: Tensor, kept_NV: Tensor | None, factors: Upstream, whole: Merged, job: HeadJob,
@@ -74,11 +74,12 @@ class _Backward:
         self.for_hidden, self.for_weight = for_hidden, for_weight
 
     def run(self, count: int) -> tuple[Tensor | None, Tensor | None]:
-        """(dX of this rank's rows, what autograd gets for the weight)."""
-        # The one host sync: which rows have a gradient. The others enter no GEMM.
+        """Return dX of this rank's rows, and the tensor that autograd gets for the weight."""
+        # The pass's only host sync finds the rows that have a gradient; the other rows enter no GEMM.
         live_L = self.factors.live_T.nonzero()[:, 0]
         dense = live_L.numel() == self.rows.hidden_NH.size(0)
-        # Kept logits need no chunks where they become their gradient in place: one GEMM each for dX and dW.
+        # Kept logits are overwritten by their gradient. Where no row is left out they need no chunks, so that dX and
+        # dW are one GEMM each.
         at_once = live_L.numel() if dense and self.kept_NV is not None else 0
         parts = list(chunks(live_L.numel(), max(at_once, self.job.chunk_tokens)))
         sink = WeightGrad(self.weight, self.job.into_main_grad, len(parts)) if self.for_weight else None
@@ -90,7 +91,7 @@ class _Backward:
             if dx_TH is not None:
                 dx_TH[index if self.job.rows is None else self.job.rows[index]] = dz_RV.mm(self.weight)
             if part is parts[-1]:
-                reduction.start()  # travels while the last weight gradient is computed
+                reduction.start()  # the reduction runs while the last weight gradient is computed
             if sink is not None:
                 sink.add(dz_RV, self.rows.hidden_NH[index])
         return reduction.result(), None if sink is None else sink.result()
@@ -98,14 +99,16 @@ class _Backward:
     def _logit_gradient(self, index: slice | Tensor) -> Tensor:
         if self.kept_NV is None:
             z_RV = self.rows.hidden_NH[index].mm(self.weight.t())
-        else:  # a view where no row is left out, else a copy of the chunk
+        else:  # `index` is a slice (a view) where no row is left out, else a tensor (a copy of the chunk)
             z_RV = self.kept_NV[index]
         write_rows(z_RV, self.rows, index, self.factors.take(index), self.whole, self.job)
         return z_RV
 
 
 class InputGradient:
-    """dX over the tensor-parallel ranks: reduce-scatter to sequence shards, or all-reduce. Every rank enters it."""
+    """Reduces dX over the tensor-parallel ranks: reduce-scatter to sequence shards, or all-reduce. Every rank enters
+    it.
+    """
 
     def __init__(self, dx_TH: Tensor | None, job: HeadJob) -> None:
         self._dx, self._job, self._handle, self._out = dx_TH, job, None, dx_TH
@@ -125,14 +128,14 @@ class InputGradient:
 
     def result(self) -> Tensor | None:
         """The reduced gradient."""
-        self.start()  # where no row had a gradient
+        self.start()  # not begun yet where no row had a gradient
         if self._handle is not None:
             self._handle.wait()
         return self._out
 
 
 def check_once(ctx: Any) -> None:
-    """Refuse a second backward, and a differentiated one."""
+    """Refuse a second backward through the same node, and a backward that is to be differentiated."""
     if torch.is_grad_enabled():
         raise UnsupportedError(
             "the fused head has first derivatives only",

@@ -1,6 +1,6 @@
 """The forward half of the fused head, and what both of its autograd nodes share.
 
-Shapes: `T` rows of the micro-batch, `N` wanted ones, `R` of one chunk, `H` hidden, `Vl` columns of the shard,
+Shapes: `T` rows of the micro-batch, `N` wanted rows, `R` rows of one chunk, `H` hidden, `Vl` columns of the shard,
 `C` statistics per row.
 """
 
@@ -22,7 +22,7 @@ from megatron_pgloss.logprobs.vocab.shard import VocabShard
 
 
 class HeadJob(NamedTuple):
-    """What a pass needs besides tensors."""
+    """The settings of one pass: all of its inputs but the tensors that it differentiates or reads per token."""
 
     shard: VocabShard
     entropy: bool
@@ -36,7 +36,7 @@ class HeadJob(NamedTuple):
 
 
 class WantedRows(NamedTuple):
-    """The wanted rows."""
+    """Hidden state, target and 1/tau of the wanted rows."""
 
     hidden_NH: Tensor
     target_N: Tensor
@@ -44,7 +44,7 @@ class WantedRows(NamedTuple):
 
 
 def gather_rows(hidden: Tensor, targets: Tensor, inverse_tau: Tensor | None, job: HeadJob) -> WantedRows:
-    """The wanted rows of all sequence-parallel ranks."""
+    """Gather hidden states over the sequence-parallel ranks and pick the wanted rows."""
     whole = gather_sequence(hidden, job)
     if job.rows is None:
         return WantedRows(whole, targets, inverse_tau)
@@ -53,7 +53,7 @@ def gather_rows(hidden: Tensor, targets: Tensor, inverse_tau: Tensor | None, job
 
 
 def gather_sequence(hidden: Tensor, job: HeadJob) -> Tensor:
-    """[T, H] from the shards along T."""
+    """Hidden states [T, H], all-gathered where each rank holds a shard along T."""
     if not job.sequence_parallel:
         return hidden
     whole = hidden.new_empty(hidden.size(0) * job.shard.size, hidden.size(1))
@@ -62,7 +62,7 @@ def gather_sequence(hidden: Tensor, job: HeadJob) -> Tensor:
 
 
 def chunks(count: int, step: int) -> Iterator[slice]:
-    """Consecutive slices of at most ``step``; none for 0."""
+    """Consecutive slices of at most ``step`` rows that cover ``count`` rows; none where ``count`` is 0."""
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
 
@@ -83,7 +83,7 @@ def row_stats(z_RV: Tensor, rows: WantedRows, part: slice, job: HeadJob) -> Tens
 def write_rows(
     z_RV: Tensor, rows: WantedRows, index: slice | Tensor, factors: Upstream, whole: Merged, job: HeadJob
 ) -> None:
-    """Overwrite logits by their gradient. ``index`` says which of the wanted rows they are."""
+    """Overwrite logits by their gradient. ``index`` says which of the wanted rows the logits belong to."""
     tau_N = rows.inverse_tau_N
     write_gradient(
         z_RV, factors.a_T, factors.b_T, entry_T=factors.entry_T, hit_T=factors.hit_T, live_T=factors.live_T,
@@ -94,7 +94,7 @@ def write_rows(
 
 
 def run_forward(rows: WantedRows, weight: Tensor, job: HeadJob) -> tuple[Merged, Tensor | None]:
-    """Statistics of all wanted rows, merged by one collective; and their logits [N, Vl] where they are kept."""
+    """Statistics of all wanted rows, merged by one collective; and the logits [N, Vl] where ``job.keep``, else None."""
     count, columns = rows.hidden_NH.size(0), weight.size(0)
     stats_NC = weight.new_empty(count, 3 if job.entropy else 2, dtype=torch.float64)
     kept_NV = weight.new_empty(count, columns) if job.keep else None
@@ -107,7 +107,7 @@ def run_forward(rows: WantedRows, weight: Tensor, job: HeadJob) -> tuple[Merged,
 
 
 def spread(value_N: Tensor, count: int, job: HeadJob, like: Tensor) -> Tensor:
-    """[N] of the wanted rows to [T], 0 elsewhere, in the dtype of the maths on ``like``."""
+    """Spread [N] values of the wanted rows to [T], 0 at all other rows, in the dtype of the maths on ``like``."""
     out = torch.zeros(count, dtype=maths_dtype(like), device=like.device)
     if job.rows is None:
         return out.copy_(value_N)

@@ -44,46 +44,49 @@ def linear_token_logprobs(
 ) -> TokenLogprobs:
     """Log-probability of each target, and entropy, under softmax(scale hidden weight^T / temperature).
 
-    The logits never leave this function: a GEMM per chunk of tokens, the row passes of `token_logprobs`, and in
-    backward dX = dZ W and dW += dZ^T h.
+    The logits never leave this function. It computes them by one GEMM per chunk of tokens, runs the row passes of
+    `token_logprobs` over them, and in backward computes dX = dZ W and dW += dZ^T h.
 
     Args:
         hidden: [T, H], or this rank's [T/tp, H] with ``sequence_parallel``; rows are tokens in the order of targets.
         weight: [Vl, H] of hidden's dtype: this rank's vocabulary shard.
         targets: int64 [T], the same on every rank of ``group``.
-        temperature: as for `token_logprobs`, of targets' shape where a tensor.
+        temperature: as for `token_logprobs`; a tensor has targets' shape.
         entropy: also return the entropy, with its gradient.
         scale: multiplies the logits (muP's output multiplier).
-        rows: int64 [N], ascending: the tokens that are wanted. The others enter no GEMM; their log-prob and entropy
-            read 0 and pass no gradient. None: all.
+        rows: int64 [N], ascending: the tokens that are wanted. The other tokens enter no GEMM; their log-prob and
+            entropy are 0 and pass no gradient. None: all tokens are wanted.
         group: the tensor-parallel group over which the vocabulary is split, or None.
-        sequence_parallel: ``hidden`` is a shard along T; gathered over ``group`` in forward and once more in backward,
-            and its gradient is reduce-scattered. Without it the gradient is all-reduced.
-        vocab_size, padded_vocab: as for `token_logprobs`.
-        mode: ``keep`` the logits of the wanted rows for backward (3 GEMMs, N Vl elements, gradient in place);
-            ``recompute`` them chunk by chunk (4 GEMMs, one chunk); ``forward``: take the gradient in the forward pass
-            (3 GEMMs, one chunk and a [Vl, H] float32 sum), which needs ``upstream``.
-        upstream: for ``forward``: (logprob [T], entropy [T] or None) to the loss's gradients by both, up to one
-            common factor that backward finds by itself. It must be a function of each token alone; tokens outside
-            the chunk at hand hold 0.
-        into_main_grad: add the weight's gradient to ``weight.main_grad`` (see `wgrad`).
-        chunk_tokens: tokens of one GEMM; one fused pass over ``keep`` where they all fit.
+        sequence_parallel: ``hidden`` is a shard along T. It is gathered over ``group`` in forward and once more in
+            backward, and its gradient is reduce-scattered. If False, the gradient is all-reduced over ``group``.
+        vocab_size: number of real vocabulary columns; columns at or beyond it are padding. None: there is no padding.
+        padded_vocab: as for `token_logprobs`.
+        mode: ``keep`` stores the logits of the wanted rows for backward and overwrites them by their gradient (3 GEMMs,
+            memory of N Vl elements); ``recompute`` computes them once more, chunk by chunk (4 GEMMs, one chunk);
+            ``forward`` computes the gradient in the forward pass (3 GEMMs, one chunk and a [Vl, H] float32 sum) and
+            needs ``upstream``.
+        upstream: for mode ``forward``: a function from (logprob [T], entropy [T] or None) to the loss's gradients by
+            both, up to one common factor that backward finds by itself. A token's gradients must depend on that token
+            alone: it is called once per chunk, with 0 at tokens outside the chunk.
+        into_main_grad: add the weight's gradient to ``weight.main_grad``, as Megatron's own layers do (see
+            `head.wgrad.WeightGrad`).
+        chunk_tokens: tokens of one GEMM.
         chunk_elements: as for `token_logprobs`.
 
     Returns:
         TokenLogprobs of [T], float32 (float64 on float64).
 
-    Gradient: first derivatives, one backward. Without autograd (``no_grad``) one GEMM and nothing kept, in every mode.
+    Gradient: first derivatives only, by one backward. Under ``no_grad`` every mode runs one GEMM per chunk and keeps
+    nothing.
 
     Raises:
         DataError: shapes or dtypes that do not belong together.
-        SpecError: an unknown mode; ``forward`` without ``upstream``; temperature; chunk sizes.
-        LayoutError: ``sequence_parallel`` without a group; shards that cannot be a vocabulary.
-        UnsupportedError: (in backward) a second one, create_graph, or in mode ``forward`` an incoming gradient that is
-            not ``upstream``'s times one factor.
+        SpecError: an unknown mode; ``forward`` without ``upstream``; an unusable temperature or chunk size.
+        LayoutError: ``sequence_parallel`` without a group; shards that cannot make up the vocabulary.
+        UnsupportedError: (in backward) a second backward; create_graph=True; in mode ``forward`` an incoming gradient
+            that is not ``upstream``'s times one factor.
 
-    Source: the row gradient as in `token_logprobs`; keeping, recomputing and taking it in forward are compared in
-    docs/performance.md.
+    Source: the row gradient is that of `token_logprobs`. docs/performance.md compares the three modes.
     """
     if mode not in MODES:
         raise SpecError(f"no head mode {mode!r}", expected=" | ".join(MODES))

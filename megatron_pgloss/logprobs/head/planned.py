@@ -1,12 +1,12 @@
-"""The fused head that takes its gradient in the forward pass: three GEMMs and one chunk of logits.
+"""The fused head that computes its gradient in the forward pass: three GEMMs, and memory for one chunk of logits.
 
-Shapes: `T` rows of the micro-batch, `N` wanted ones, `R` of one chunk, `H` hidden, `Vl` columns of the shard.
+Shapes: `T` rows of the micro-batch, `N` wanted rows, `R` rows of one chunk, `H` hidden, `Vl` columns of the shard.
 
-The loss's own gradient (g, g_H) of a token-level objective is known as soon as the token's log-prob and entropy are,
-up to one factor F that the schedule, the wrapper and a loss scale put on the whole micro-batch later. Backward is
-linear in it: forward keeps dX and dW for F = 1, backward finds F by comparing what arrives with what was assumed,
-checks that all tokens agree on it, and multiplies. Nothing is added to ``main_grad`` before that, so that a forward
-without backward leaves no trace.
+A token-level objective's gradients by a token's log-prob and entropy (g, g_H) are known as soon as the two numbers are,
+up to one factor F that the schedule, the wrapper and a loss scale put on the whole micro-batch later. The backward pass
+is linear in F: forward keeps dX and dW for F = 1; backward finds F by comparing the gradients that arrive with those
+that forward assumed, checks that all tokens agree on F, and multiplies dX and dW by it. Nothing is added to
+``main_grad`` before that, so a forward pass without a backward pass leaves no trace.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from megatron_pgloss.logprobs.upstream import upstream_factors
 from megatron_pgloss.logprobs.vocab.merge import Merged, merge
 
 LossGradients = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-"""From log-prob and entropy (or None) of every token to the loss's gradients by both."""
+"""A function from log-prob and entropy (or None) of every token to the loss's gradients by both."""
 
 
 class PlannedHead(torch.autograd.Function):
-    """(hidden, weight, targets, 1/tau, job, upstream) to (log-prob, entropy or None)."""
+    """Maps (hidden, weight, targets, 1/tau, job, upstream) to (log-prob, entropy or None)."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, inverse_tau: Tensor | None, job: HeadJob,
         upstream: LossGradients,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Per chunk: GEMM, statistics, one collective, the objective's gradient, dX and dW."""
+        """For each chunk: compute logits, merge their statistics by one collective, compute the gradient, dX and dW."""
         rows = gather_rows(hidden, targets, inverse_tau, job)
         run = _Forward(rows, weight, targets.size(0), job, upstream, *ctx.needs_input_grad[:2])
         for part in chunks(rows.hidden_NH.size(0), job.chunk_tokens):
@@ -48,12 +48,12 @@ class PlannedHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_T: Tensor | None, h_T: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Multiply by what the schedule put on the loss."""
+        """Multiply dX and dW by the factor that the schedule, the wrapper and the loss scale put on the loss."""
         check_once(ctx)
         (weight,) = ctx.saved_tensors
         run: _Forward = ctx.run
         ctx.run = None
-        # What arrives at rows that were not wanted reaches nothing.
+        # A gradient that arrives at a row that was not wanted is dropped.
         wanted = slice(None) if ctx.job.rows is None else ctx.job.rows
         arrived, assumed = (
             [None if x is None else x[wanted] for x in pair] for pair in ((g_T, h_T), (run.g_T, run.h_T))
@@ -69,7 +69,7 @@ class PlannedHead(torch.autograd.Function):
 
 
 class _Forward:
-    """What the chunks of one forward pass leave for backward."""
+    """One forward pass over chunks, and the tensors that it leaves for backward."""
 
     def __init__(
         self, rows: WantedRows, weight: Tensor, count: int, job: HeadJob, upstream: LossGradients, for_hidden: bool,
@@ -87,7 +87,7 @@ class _Forward:
         self._buffer_RV = weight.new_empty(min(rows.hidden_NH.size(0), job.chunk_tokens), weight.size(0))
 
     def chunk(self, part: slice) -> None:
-        """One chunk of wanted rows, from logits to its share of dX and dW."""
+        """Run one chunk of wanted rows, from its logits to its share of dX and dW."""
         rows, job = self._rows, self._job
         z_RV = self._buffer_RV[: part.stop - part.start]
         hidden_RH = rows.hidden_NH[part]
@@ -95,7 +95,8 @@ class _Forward:
         whole = merge(row_stats(z_RV, rows, part, job), rows.target_N[part], job.shard)
         place_R = torch.arange(part.start, part.stop, device=z_RV.device) if job.rows is None else job.rows[part]
         g_R, h_R = self._gradients(whole, place_R)
-        # Power of two, so exact: half logits would lose gradients of 1e-8 that only a later loss scale makes visible.
+        # Scaled by a power of two, which is exact: 16-bit logits would lose gradients of 1e-8, which only a later
+        # loss scale makes large enough.
         exponent = _exponent(g_R, h_R)
         g_R, h_R = torch.ldexp(g_R, -exponent), None if h_R is None else torch.ldexp(h_R, -exponent)
         here = WantedRows(
@@ -110,7 +111,9 @@ class _Forward:
             accumulate(self.dw_VH, z_RV, hidden_RH, float(scale))
 
     def _gradients(self, whole: Merged, place_R: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The objective's gradients at this chunk's tokens; the others hold 0 and are not looked at."""
+        """The objective's gradients at this chunk's tokens. All other tokens are handed over as 0, and their gradients
+        ignored.
+        """
         logprob_T = self._alone(place_R, whole.logprob, self.logprob_T, 0)
         entropy_T = None
         if self.entropy_T is not None and whole.entropy is not None:
@@ -125,13 +128,15 @@ class _Forward:
         return g_R.double(), None if h_R is None else h_R.double()
 
     def _alone(self, place_R: Tensor, found_R: Tensor, all_T: Tensor, which: int) -> Tensor:
-        """This chunk's numbers among zeros, [T], in memory that every chunk uses; and into ``all_T``."""
+        """Write this chunk's numbers into ``all_T``, and return them among zeros, [T], in memory that every chunk
+        reuses.
+        """
         all_T[place_R] = self._chunk_2T[which, place_R] = found_R.to(all_T.dtype)
         return self._chunk_2T[which].detach()
 
 
 def _exponent(g_R: Tensor, h_R: Tensor | None) -> Tensor:
-    """Binary exponent of the largest gradient, int32 0-d; 0 where all are 0 or one is not finite."""
+    """Binary exponent of the largest gradient, int32 0-d; that of 1.0 where all are 0 or one is not finite."""
     peak = g_R.abs().amax() if h_R is None else torch.maximum(g_R.abs().amax(), h_R.abs().amax())
     usable = (peak > 0) & torch.isfinite(peak)
     return torch.frexp(torch.where(usable, peak, 1.0)).exponent
@@ -141,7 +146,7 @@ def _common_factor(arrived: list[Tensor | None], assumed: list[Tensor | None]) -
     """The one factor F with ``arrived = F assumed``, float64 0-d.
 
     Raises:
-        UnsupportedError: there is none.
+        UnsupportedError: there is no such factor.
     """
     pairs = [
         (torch.zeros_like(b) if a is None else a, b) for a, b in zip(arrived, assumed, strict=True) if b is not None
@@ -151,7 +156,7 @@ def _common_factor(arrived: list[Tensor | None], assumed: list[Tensor | None]) -
         return guess.new_ones(())
     largest = guess.abs().argmax()
     factor = torch.where(guess[largest] == 0, 1.0, came[largest] / guess[largest])
-    # Rounding of the streams' own dtype, many times over; a wrong factor or another loss is off by orders more.
+    # The bound is many roundings of the streams' own dtype; a wrong factor or another loss is off by orders more.
     eps = torch.finfo(arrived[0].dtype if arrived[0] is not None else torch.float32).eps
     gap = (came - factor * guess).abs().amax()
     if not bool(gap <= 64 * eps * came.abs().amax()):

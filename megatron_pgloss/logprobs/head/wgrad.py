@@ -1,4 +1,4 @@
-"""Where a head's weight gradient goes: straight into Megatron's ``main_grad``, or out through autograd.
+"""Where the head's weight gradient goes: straight into Megatron's ``main_grad``, or out through autograd.
 
 Shapes: `R` rows of one token chunk, `Vl` columns of the vocabulary shard, `H` hidden.
 """
@@ -17,11 +17,11 @@ class WeightGrad:
 
     Args:
         weight: [Vl, H] the head's weight.
-        direct: add into ``weight.main_grad``. Megatron's contract for it: the parameter is marked
-            ``grad_added_to_main_grad`` and autograd gets a tensor that nobody reads (zeros where
-            ``zero_out_wgrad`` says that it will be read), so that its hooks run.
-        chunks: how many `add` calls are to come. One lets a gradient of the weight's dtype be written by one GEMM;
-            several are summed in float32 (float64) and rounded once.
+        direct: add into ``weight.main_grad``. Megatron's contract then asks that the parameter is marked
+            ``grad_added_to_main_grad`` and that autograd gets some tensor, so that the parameter's hooks run; nobody
+            reads its values (where ``zero_out_wgrad`` says that somebody will, it is zeros).
+        chunks: how many `add` calls will follow. A single chunk's gradient is written by one GEMM in the weight's
+            dtype; several are summed in float32 (float64) and rounded once.
     """
 
     def __init__(self, weight: Tensor, direct: bool, chunks: int) -> None:
@@ -30,7 +30,7 @@ class WeightGrad:
         self._sum: Tensor | None = weight.main_grad if direct else None  # type: ignore[attr-defined]
 
     def add(self, dz_RV: Tensor, hidden_RH: Tensor, scale: float = 1.0) -> None:
-        """Add ``scale dZ^T h``; both operands of the weight's dtype."""
+        """Add ``scale dZ^T h``; both operands have the weight's dtype."""
         if self._sum is None:
             if self._single and scale == 1.0:
                 self._sum = dz_RV.t().mm(hidden_RH)
@@ -47,7 +47,7 @@ class WeightGrad:
             self._sum.addcmul_(total_VH.to(self._sum.dtype), factor.to(self._sum.dtype))
 
     def result(self) -> Tensor:
-        """What backward returns for the weight."""
+        """The tensor that backward returns for the weight."""
         weight = self._weight
         if not self._direct:
             return torch.zeros_like(weight) if self._sum is None else self._sum.to(weight.dtype)
@@ -57,7 +57,7 @@ class WeightGrad:
 
 
 def accumulate(total_VH: Tensor, dz_RV: Tensor, hidden_RH: Tensor, scale: float = 1.0) -> None:
-    """``total += scale dZ^T h`` in the accumulator's precision, by the fastest kernel that offers it."""
+    """``total += scale dZ^T h`` in the precision of ``total``, by the fastest kernel that offers it."""
     if dz_RV.dtype == total_VH.dtype:
         total_VH.addmm_(dz_RV.t(), hidden_RH, alpha=scale)
         return
@@ -65,7 +65,7 @@ def accumulate(total_VH: Tensor, dz_RV: Tensor, hidden_RH: Tensor, scale: float 
     if kernel is not None:
         kernel(hidden_RH, dz_RV, total_VH)
     elif total_VH.is_cuda and total_VH.dtype == torch.float32:
-        # Half operands, float32 out of the tensor cores' accumulators.
+        # The operands are 16-bit; the product comes in float32 out of the tensor cores' accumulators.
         total_VH.add_(torch.mm(dz_RV.t(), hidden_RH, out_dtype=torch.float32), alpha=scale)
     else:
         wide = total_VH.dtype
@@ -73,7 +73,7 @@ def accumulate(total_VH: Tensor, dz_RV: Tensor, hidden_RH: Tensor, scale: float 
 
 
 def _fused_kernel(total_VH: Tensor) -> Callable[[Tensor, Tensor, Tensor], Any] | None:
-    """NVIDIA apex's accumulating GEMM, where it is installed and fits."""
+    """NVIDIA apex's accumulating GEMM, where it is installed and has a kernel for the accumulator's dtype."""
     if not total_VH.is_cuda:
         return None
     try:

@@ -2,10 +2,11 @@
 
 Shapes: `T` rows (tokens, in memory order), `R` rows of one chunk, `V` columns of this shard that are no padding.
 
-A float's bits, put into order, are its key. Keys are searched from the top 8 bits at a time: each pass counts (or adds
-the probability of) the columns that share the digits found so far in 256 bins, and one all-reduce of ``[T, 256]`` int64
-joins the shards. A search takes as many passes as the logits have bytes. Probabilities are fixed-point numbers
-relative to the row's maximum, so that sums are exact and the same on every layout.
+A float's key is an integer made of its bits such that keys are ordered as floats are. A search finds the key of a row's
+statistic 8 bits at a time, from the top: each pass sorts the columns that share the digits found so far into 256 bins,
+counts them or adds up their probabilities, and joins the shards by one all-reduce of ``[T, 256]`` int64. A search takes
+as many passes as a logit has bytes. Probabilities are fixed-point numbers relative to that of the row's maximum, so
+that sums are exact and the same on every layout.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from megatron_pgloss.logprobs.vocab.shard import VocabShard
 _BINS = 256
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 Weigh = Callable[[Tensor, slice], Tensor]
-"""(logits [R, V], their rows) to int64 [R, V]: what each column adds to its bin."""
+"""A function from (logits [R, V], their row numbers) to int64 [R, V]: what each column adds to its bin."""
 
 
 class Rows(NamedTuple):
-    """Logits as rows of this shard, and how they are walked over."""
+    """This shard's logits as rows, and the order and step in which a pass walks over them."""
 
     logits: Tensor
     order: RowOrder
@@ -36,11 +37,11 @@ class Rows(NamedTuple):
     step: int
     """Rows per chunk."""
     inverse_tau_T: Tensor | None
-    """float64 [T]."""
+    """float64 [T]; None at temperature 1."""
 
 
 def keys(z: Tensor) -> Tensor:
-    """int64 of the same shape, in the order of the floats; -0 is 0."""
+    """int64 keys of the same shape, ordered as the floats are; -0 has the key of 0."""
     bits = (z + 0.0).view(_INTEGERS[z.element_size()]).long()
     top = 8 * z.element_size() - 1
     return bits ^ ((bits >> 63) & ((1 << top) - 1))
@@ -53,25 +54,28 @@ def floats(key: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def count_one(z_RV: Tensor, rows: slice) -> Tensor:
-    """Every column counts."""
+    """A `Weigh` under which every column counts as 1."""
     return torch.ones((), dtype=torch.int64, device=z_RV.device).expand(z_RV.shape)
 
 
 def search(rows: Rows, need_T: Tensor, weigh: Weigh) -> Tensor:
-    """Key of the first value, from the largest down, at which the weights of all columns of at least that value reach
-    ``need_T``. A collective over the shards: one all-reduce of ``[T, 256]`` for each byte of a logit.
+    """Find the largest value x of each row such that the columns with values >= x weigh at least ``need_T``.
+
+    A collective over the shards: one all-reduce of ``[T, 256]`` for each byte of a logit.
 
     Args:
-        need_T: int64 [T], 1 to the sum of the row's weights; or float64 [T], a share of that sum.
+        rows: the logits to search.
+        need_T: int64 [T], from 1 to the sum of the row's weights; or float64 [T], a share of that sum.
+        weigh: what each column weighs.
 
     Returns:
-        int64 [T], see `keys`; the smallest value of the row's bins where the weights do not reach.
+        int64 [T], the `keys` of these values; the smallest key of the row's bins where all columns together weigh less.
     """
     total = 8 * rows.logits.element_size()
     found_T = torch.zeros_like(need_T, dtype=torch.int64)
     for shift in range(total - 8, -8, -8):
         bins_TB = joined(_histogram(rows, shift, None if shift == total - 8 else found_T, weigh), rows.shard)
-        if need_T.is_floating_point():  # the first pass has every column in some bin
+        if need_T.is_floating_point():  # the first pass sorts every column into a bin, so bins add up to the row's sum
             sum_T = bins_TB.sum(1)
             need_T = torch.minimum((need_T * sum_T).ceil().long(), sum_T).clamp(min=1)
         falling_TB = bins_TB.flip(1).cumsum(1)
@@ -85,8 +89,10 @@ def search(rows: Rows, need_T: Tensor, weigh: Weigh) -> Tensor:
 
 
 def _histogram(rows: Rows, shift: int, found_T: Tensor | None, weigh: Weigh) -> Tensor:
-    """int64 [T, 256] of this shard: weights by the 8 bits of the key above ``shift``, of keys that begin so far."""
-    bins_TB = rows.logits.new_zeros(rows.order.rows, _BINS + 1, dtype=torch.int64)  # the last one: none of these
+    """This shard's weights, int64 [T, 256], binned by the 8 bits of the key above ``shift``; only keys that begin with
+    the digits ``found_T`` count (None: all keys).
+    """
+    bins_TB = rows.logits.new_zeros(rows.order.rows, _BINS + 1, dtype=torch.int64)  # last: all other keys
     for part, z_RV in rows.order.chunks(rows.logits[..., : rows.shard.width], rows.step):
         high_RV = keys(z_RV) >> shift
         digit_RV = (high_RV & (_BINS - 1)) if found_T is not None else high_RV + _BINS // 2
@@ -97,7 +103,7 @@ def _histogram(rows: Rows, shift: int, found_T: Tensor | None, weigh: Weigh) -> 
 
 
 def joined(part_TX: Tensor, shard: VocabShard) -> Tensor:
-    """Sum over the shards."""
+    """Sum of ``part_TX`` over the shards, in place where it is contiguous."""
     if shard.size > 1 and part_TX.numel():
         part_TX = part_TX.contiguous()
         dist.all_reduce(part_TX, group=shard.group)
@@ -116,7 +122,9 @@ def peaks(rows: Rows) -> Tensor:
 
 
 def masses(rows: Rows, peak_T: Tensor, limit_T: Tensor) -> Weigh:
-    """Probabilities relative to that of the maximum, of columns of at least ``limit_T``, as fixed-point numbers."""
+    """A `Weigh` by probability relative to the row's maximum, as fixed-point numbers; columns below ``limit_T`` weigh
+    0.
+    """
     scale = 2.0 ** (62 - (rows.shard.vocab - 1).bit_length())
     centre_T = torch.where(peak_T == -math.inf, 0.0, peak_T)
 

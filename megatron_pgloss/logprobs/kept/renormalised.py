@@ -1,14 +1,15 @@
 """Log-prob and entropy renormalised on the set that the sampler could draw from.
 
 Shapes: `T` rows (tokens, in memory order), `R` rows of one chunk, `V` columns of this shard that are no padding, `Vl`
-all of its columns, `K` recorded ids per token.
+all columns of this shard, `K` recorded ids per token.
 
 On a set K, with u = z/tau and P_K the share of K under softmax(u),
 
     lse_K = log sum_{v in K} exp(u_v),   logp_K = u_target - lse_K,   H_K = -sum_{v in K} p_v/P_K log(p_v/P_K)
     dz_v = (1/tau) (g 1[v = target] + 1[v in K] p_v/P_K (A + B log(p_v/P_K)))      A, B as in `upstream`
 
-which is the whole vocabulary's pass with -inf outside K. The set is a constant: thresholds have no gradient.
+This is the pass over the whole vocabulary with logits of -inf outside K. The set is a constant: thresholds have no
+gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from megatron_pgloss.maths.kept import Kept
 
 
 class KeptJob(NamedTuple):
-    """What the pass needs besides tensors."""
+    """The settings of one pass: all of its inputs but the tensors."""
 
     shard: VocabShard
     order: RowOrder
@@ -46,19 +47,19 @@ class KeptJob(NamedTuple):
 
 
 class _Set(NamedTuple):
-    """The sets of all rows, in one of two forms."""
+    """The sets of all rows, as thresholds or as recorded ids; the other of the two is None."""
 
     target_T: Tensor
-    """int64 [T], from the shard's first column."""
+    """int64 [T]: targets, counted from the shard's first column."""
     limit_T: Tensor | None
     """[T]: the least logit of the set."""
     ids_TK: Tensor | None
-    """int64 [T, K], -1 for none."""
+    """int64 [T, K]: recorded ids, -1 where a row has fewer than K."""
 
 
 class GivenKept(torch.autograd.Function):
-    """(logits, targets, 1/tau, limits [T] or None, ids [T, K] or None, job) to (log-prob, entropy, lse, size of the set
-    over the vocabulary's, whether the target is outside), in targets' shape.
+    """Maps (logits, targets, 1/tau, limits [T] or None, ids [T, K] or None, job) to (log-prob, entropy, lse, size of
+    the set over the vocabulary's, whether the target is outside), all in targets' shape.
     """
 
     @staticmethod
@@ -108,7 +109,7 @@ def kept_logprobs(
     logits: Tensor, targets: Tensor, inverse_tau: Tensor | None, kept: Kept, shard: VocabShard, *,
     entropy: bool, lse: bool, reuse_logits: bool, chunk_elements: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """`GivenKept` on what ``kept`` says; thresholds are searched first, by collectives of their own.
+    """Run `GivenKept` on the sets that ``kept`` describes. Thresholds are searched first, by collectives of their own.
 
     Raises:
         DataError: a part of ``kept`` that does not fit the targets, or both recorded ids and rules.
@@ -120,7 +121,9 @@ def kept_logprobs(
     ids_TK = limit_T = None
     if kept.ids is not None:
         if any(rule_T is not None for rule_T in rules.values()):
-            raise DataError("kept sets are recorded and recomputed at once", expected="ids, or top_k, top_p, min_p")
+            raise DataError(
+                "kept sets are given both as recorded ids and as rules", expected="ids, or some of top_k, top_p, min_p"
+            )
         if kept.ids.dtype != torch.int64 or kept.ids.dim() != targets.dim() + 1 or kept.ids.shape[:-1] != targets.shape:
             raise DataError(
                 "recorded ids do not fit the targets",
@@ -135,20 +138,20 @@ def kept_logprobs(
 
 
 def check_alone(ref_logits: Tensor | None, chosen_ids: Tensor | None, backend: str | None) -> None:
-    """Refuse what is not defined on kept sets."""
+    """Refuse options that are not defined on kept sets."""
     if ref_logits is not None:
         raise UnsupportedError(
-            "the exact KL on kept sets: it is infinite where the reference's set lacks a token of the policy's",
+            "the exact KL on kept sets: it would be infinite where the reference's set lacks a token of the policy's",
             fix="estimate it from log-probs renormalised on the sets, KL(estimator='k3')",
         )
     if chosen_ids is not None:
-        raise UnsupportedError("chosen_ids on kept sets: a teacher's token may lie outside of the set")
+        raise UnsupportedError("chosen_ids on kept sets: a teacher's token may lie outside the set")
     if backend not in (None, "eager"):
         raise UnsupportedError(f"kept sets do not run on backend {backend!r}", fix="backend=None")
 
 
 def _rule(name: str, value: Any, targets: Tensor, order: RowOrder) -> Tensor | None:
-    """[T] of a number or a tensor of the targets' shape."""
+    """A rule's number, or tensor of the targets' shape, as [T]; None where the rule is off."""
     if value is None:
         return None
     given = torch.as_tensor(value, device=targets.device).detach()
@@ -163,16 +166,17 @@ def _rule(name: str, value: Any, targets: Tensor, order: RowOrder) -> Tensor | N
 
 
 def _members(z_RV: Tensor, rows: slice, sets: _Set, job: KeptJob) -> Tensor:
-    """bool [R, V]: the columns of each row's set, before a target joins it."""
+    """bool [R, V]: the columns of each row's set, before the target joins it (``add_target``)."""
     width = job.shard.width
     if sets.limit_T is not None:
-        inside_RV = ~(z_RV < sets.limit_T[rows, None])  # NaN stays inside and shows
+        inside_RV = ~(z_RV < sets.limit_T[rows, None])  # a NaN counts as inside, so that the result shows it
     else:
         assert sets.ids_TK is not None
         ids_RK = sets.ids_TK[rows]
         column_RK = ids_RK - job.shard.start
         here_RK = (ids_RK >= 0) & (column_RK >= 0) & (column_RK < width)
-        wide_RV = torch.zeros(z_RV.size(0), width + 1, dtype=torch.bool, device=z_RV.device)  # the last: elsewhere
+        # The last column takes the ids of other shards.
+        wide_RV = torch.zeros(z_RV.size(0), width + 1, dtype=torch.bool, device=z_RV.device)
         wide_RV.scatter_(1, torch.where(here_RK, column_RK, width), True)
         inside_RV = wide_RV[:, :width] | ~(ids_RK >= 0).any(1, keepdim=True)
     return inside_RV & (z_RV != -math.inf)
@@ -181,8 +185,8 @@ def _members(z_RV: Tensor, rows: slice, sets: _Set, job: KeptJob) -> Tensor:
 def _chunks(
     logits: Tensor, sets: _Set, tau_T: Tensor | None, job: KeptJob
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """(rows, their logits [R, Vl], u [R, V] in the dtype of the maths with -inf outside the set, bool [R]: the target
-    is a column of this shard and in the set by itself).
+    """Yield (rows, their logits [R, Vl], u [R, V] in the dtype of the maths with -inf outside the set, bool [R]:
+    whether the target is a column of this shard and in the set without ``add_target``).
     """
     width = job.shard.width
     for rows, z_RV in job.order.chunks(logits, job.step):
@@ -227,7 +231,7 @@ def _measure(logits: Tensor, sets: _Set, tau_T: Tensor | None, job: KeptJob) -> 
 def _gradient(
     logits: Tensor, sets: _Set, tau_T: Tensor | None, grads: list[Tensor | None], whole: Merged, job: KeptJob
 ) -> Tensor:
-    """Written into the logits or one new tensor, exactly 0 outside the set."""
+    """The gradient of the logits, in their own memory or one new tensor; exactly 0 outside the set."""
     g_T, h_T, lse_grad_T = grads
     factors = upstream_factors(g_T, h_T, whole, tau_T, lse_grad_T=lse_grad_T)
     width, dtype = job.shard.width, maths_dtype(logits)

@@ -1,7 +1,8 @@
 """From top-k, top-p and min-p to one threshold per token on the logits themselves.
 
-Shapes: `T` rows (tokens, in memory order). A kept set is ``{v: z_v >= limit}`` without columns of -inf: all three rules
-keep what is likely enough, so each is a threshold, and the largest of them is all of them.
+Shapes: `T` rows (tokens, in memory order). Each of the three rules keeps the columns that are likely enough, so each is
+a threshold on the logits, and the largest of the thresholds applies all of them. The kept set is ``{v: z_v >= limit}``
+without columns of -inf.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ def limits(
 ) -> Tensor:
     """The least logit of every row's kept set, exact under vocabulary parallelism.
 
-    Collectives over the shards of bf16 or fp16 logits (fp32 have two passes of ``[T, 256]`` more in each search):
-    top-k 2 of ``[T, 256]``; top-p 2 of ``[T, 256]`` after one of ``[T]``, the maximum, which min-p shares.
+    Collectives over the shards: top-k and top-p each take one all-reduce of ``[T, 256]`` per byte of a logit (2 for
+    bf16 and fp16, 4 for fp32), and top-p and min-p share one all-reduce of ``[T]``, the row's maximum.
 
     Args:
-        top_k: int64 [T], 0 or less where off; None: everywhere.
-        top_p: float [T], 1 or more where off.
-        min_p: float [T], 0 or less where off.
-        top_p_of: what top-p's share is of.
+        rows: the logits of this shard.
+        top_k: int64 [T], 0 or less where the rule is off; None: it is off everywhere.
+        top_p: float [T], 1 or more where the rule is off; None likewise.
+        min_p: float [T], 0 or less where the rule is off; None likewise.
+        top_p_of: the set whose probability top-p takes a share of (`Kept.top_p_of`).
 
     Returns:
-        [T] in the logits' dtype, -inf where every column is kept. Ties with it are kept, all of them.
+        [T] in the logits' dtype, -inf where every column is kept. All columns tied with the threshold are kept.
     """
     dtype, shard = rows.logits.dtype, rows.shard
     limit_T = rows.logits.new_full((rows.order.rows,), -math.inf)
@@ -49,7 +51,7 @@ def limits(
 
 
 def _floor(rows: Rows, peak_T: Tensor, min_p: Tensor) -> Tensor:
-    """max z + tau log(min_p), float64 [T]."""
+    """min-p's threshold max z + tau log(min_p), float64 [T]; -inf where min-p is off."""
     log_T = torch.where(min_p > 0, min_p.double(), 1.0).log()
     if rows.inverse_tau_T is not None:
         log_T = log_T / rows.inverse_tau_T
@@ -63,6 +65,6 @@ def _above(value_T: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _nucleus(rows: Rows, peak_T: Tensor, base_T: Tensor, top_p: Tensor) -> Tensor:
-    """The least logit of the nucleus among those of at least ``base_T``, in the logits' dtype."""
+    """The least logit of the nucleus of the columns with logits of at least ``base_T``, in the logits' dtype."""
     share_T = top_p.double().clamp(max=1)
     return floats(search(rows, share_T, masses(rows, peak_T, base_T)), rows.logits.dtype)

@@ -1,13 +1,15 @@
-"""Log-probs at a few chosen ids of every token, beside that of its target: a teacher's top-k, say.
+"""Log-probs at a few chosen ids of every token (a teacher's top-k, say), beside the log-prob of the token's target.
 
 Shapes: `T` rows (tokens, in memory order), `k` chosen ids per row (-1 for none), `S` shards in rank order.
 
-Forward they are k more columns of the one gather. Backward, with upstream g_j at the j-th id and G = sum_j g_j,
+In forward the chosen logits are k more columns of the pass's one gather. In backward, with upstream g_j at the j-th id
+and G = sum_j g_j,
 
     dz_v = (1/tau) (-G p_v + sum_j g_j 1[v = id_j])
 
-so -G joins the gradient of the log-sum-exp, and the entries at the ids are written after the others, each formed whole
-in float64: where the policy has reached the teacher -G p_v and g_j cancel, and a sum of rounded parts would be noise.
+so -G joins the gradient of the log-sum-exp, and the entries at the ids are written after all other entries, each
+computed whole in float64: where the policy equals the teacher -G p_v and g_j cancel, and a sum of rounded parts would
+be noise.
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ def check_chosen(ids: Tensor, targets: Tensor) -> None:
             "chosen_ids do not belong to the targets",
             expected=f"int64 {[*targets.shape, 'k']} on {targets.device}",
             got=f"{ids.dtype} {list(ids.shape)} on {ids.device}",
-            fix="-1 where a token has fewer than k",
+            fix="give one row of k ids per target, -1 where a token has fewer than k",
         )
 
 
 def measure_chosen(
     logits: Tensor, ids_Tk: Tensor, inverse_tau_T: Tensor | None, order: RowOrder, shard: VocabShard
 ) -> Tensor:
-    """z/tau at the ids that this shard holds, some number at others; float64 [T, k]."""
+    """z/tau at the ids that this shard holds, an arbitrary number at other ids; float64 [T, k]."""
     u_Tk = logits.new_zeros(ids_Tk.shape, dtype=torch.float64)
     if shard.width == 0:
         return u_Tk
@@ -51,7 +53,9 @@ def measure_chosen(
 
 
 def merge_chosen(u_STk: Tensor, ids_Tk: Tensor, whole: Merged, shard: VocabShard) -> Tensor:
-    """Log-probs float64 [T, k]: -inf at -1, NaN off the vocabulary and in a row that names an id twice."""
+    """Log-probs at the ids, float64 [T, k]: -inf at id -1, NaN at ids off the vocabulary and in rows that name one
+    twice.
+    """
     owner_Tk = (ids_Tk // shard.columns).clamp(0, shard.size - 1)
     logp_Tk = u_STk.gather(0, owner_Tk[None])[0] - whole.lse[:, None]
     ordered_Tk = ids_Tk.sort(1).values
@@ -61,7 +65,7 @@ def merge_chosen(u_STk: Tensor, ids_Tk: Tensor, whole: Merged, shard: VocabShard
 
 
 def lse_gradient(g_Tk: Tensor, ids_Tk: Tensor, logp_Tk: Tensor) -> tuple[Tensor, Tensor]:
-    """-G, float64 [T], NaN where a log-prob that is no number was used; and the rows that any g_j reaches, bool [T]."""
+    """-G, float64 [T], NaN in rows that use a log-prob that is not finite; and which rows any g_j reaches, bool [T]."""
     used_Tk = (ids_Tk != -1) & (g_Tk != 0)
     lost_T = (used_Tk & ~logp_Tk.isfinite()).any(1)
     return torch.where(lost_T, math.nan, -torch.where(used_Tk, g_Tk, 0).sum(1)), used_Tk.any(1)
@@ -79,13 +83,13 @@ def write_chosen(
     order: RowOrder,
     shard: VocabShard,
 ) -> None:
-    """Write the whole gradient at the chosen ids of this shard, in place, where the row has any.
+    """Write the whole gradient at the chosen ids of this shard, in place, into the rows that have a gradient.
 
     Args:
-        gradient: [..., Vl], that of everything else.
-        g_Tk: float64, what arrived for the chosen log-probs.
-        target_g_T: what arrived for the target's log-prob; None for nothing.
-        factors: of the rows, -G included.
+        gradient: [..., Vl], the logits' gradient without the chosen ids' own entries.
+        g_Tk: float64, the gradients that arrived for the chosen log-probs.
+        target_g_T: the gradient that arrived for the target's log-prob; None: none did.
+        factors: the rows' factors, with -G among the gradients of the log-sum-exp.
     """
     if shard.width == 0 or not ids_Tk.numel():
         return
@@ -103,7 +107,8 @@ def write_chosen(
     for first, out_RV in order.blocks(gradient):
         block = slice(first, first + out_RV.size(0))
         for j in range(ids_Tk.size(1)):
-            # One id after the other: a row's columns that are not written stay as they are, without a host sync.
+            # One id after the other: a row that has nothing to write at its j-th id writes back what is there, so that
+            # no host sync is needed.
             column_R = column_Tk[block, j]
             before_R = out_RV.gather(1, column_R[:, None])[:, 0]
             entry_R = entry_Tk[block, j].to(out_RV.dtype)

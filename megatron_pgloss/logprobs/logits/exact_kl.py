@@ -1,18 +1,18 @@
 """Log-prob, entropy and the exact KL to a reference, in one pass over both logits and with one collective.
 
 Shapes: `T` rows (tokens, in memory order), `R` rows of one chunk, `V` columns of this shard that are no padding, `Vl`
-all of its columns, `S` shards in rank order.
+all columns of this shard, `S` shards in rank order.
 
 With u = z/tau, y = u - lse, p = exp(y) for the policy and log q = w/tau - lse_q for the reference,
 
     KL(p || q) = sum_v p_v (y_v - log q_v),    d KL / d u_v = p_v (y_v - log q_v - KL)
 
-and over the shards of a vocabulary, W_r and V_r being their shares under p and q, by the chain rule
+and over the shards r of a vocabulary, with W_r and V_r their probabilities under p and q, by the chain rule
 
     KL = sum_r W_r (KL_r + log W_r - log V_r).
 
-Differences are formed first (u - w, then lse - lse_q) and weighed after, so that a small KL is not what is left of two
-large numbers.
+Differences are computed first (u - w, then lse - lse_q) and multiplied by p afterwards, so that a small KL is not the
+difference of two large sums.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron_pgloss.logprobs.vocab.shard import VocabShard
 
 
 class ReferenceJob(NamedTuple):
-    """What the pass needs besides tensors."""
+    """The settings of one pass: all of its inputs but the tensors."""
 
     shard: VocabShard
     order: RowOrder
@@ -44,7 +44,7 @@ class ReferenceJob(NamedTuple):
 
 
 class _Whole(NamedTuple):
-    """Per row, over the whole vocabulary, float64 [T]."""
+    """Statistics of each row over the whole vocabulary, float64 [T]."""
 
     logprob: Tensor
     entropy: Tensor
@@ -54,13 +54,13 @@ class _Whole(NamedTuple):
 
 
 class GivenBoth(torch.autograd.Function):
-    """(logits, reference logits, targets, 1/tau, job) to (log-prob, entropy, lse, KL), in targets' shape."""
+    """Maps (logits, reference logits, targets, 1/tau, job) to (log-prob, entropy, lse, KL), all in targets' shape."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, logits: Tensor, ref_logits: Tensor, targets: Tensor, inverse_tau: Tensor | None, job: ReferenceJob
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-        """Measure both and merge; keep what backward needs."""
+        """Measure both distributions, merge the shards, and keep what backward needs."""
         order = job.order
         target_T, tau_T = order.flatten(targets), job.order.flatten_some(inverse_tau)
         stats_TC = _measure(logits, ref_logits, target_T - job.shard.start, tau_T, job)
@@ -124,7 +124,7 @@ def _measure(logits: Tensor, ref_logits: Tensor, target_T: Tensor, tau_T: Tensor
 
 
 def _lse(u_RV: Tensor) -> Tensor:
-    """Log-sum-exp, float64 [R]: the sum in the dtype of the maths, its logarithm above it."""
+    """Log-sum-exp, float64 [R]: the sum is taken in the dtype of the maths, its logarithm in float64."""
     peak_R = u_RV.amax(-1)
     centre_R = torch.where(peak_R == -math.inf, 0, peak_R)
     return centre_R.double() + (u_RV - centre_R[:, None]).exp().sum(-1).double().log()

@@ -1,6 +1,6 @@
 """Log-probs and entropies from given logits: the public function.
 
-Shapes: `Vl` columns of the local vocabulary shard; leading dimensions are the targets'.
+Shapes: `Vl` columns of the local vocabulary shard; the leading dimensions [...] are those of the targets.
 """
 
 from __future__ import annotations
@@ -51,61 +51,65 @@ def token_logprobs(
     logp_t = z_t[target]/tau - lse_t,  lse_t = log sum_v exp(z_tv/tau),  H_t = -sum_v p_tv log p_tv
 
     Args:
-        logits: bfloat16, float16, float32 or float64 [..., Vl], any strides. Maths is float32, or
+        logits: bfloat16, float16, float32 or float64 [..., Vl], any strides. The maths is float32, or
             float64 on float64 logits; the gradient is rounded once, to the logits' dtype.
             Entries of -inf (masked columns) have probability 0 and gradient exactly 0.
         targets: int64 [...], global token ids. A target off the vocabulary gives log-prob NaN, and
-            a NaN gradient if that log-prob is used: never a plausible number, and no host sync.
-            So does a target whose logit is -inf (log-prob -inf). Where the log-prob is not used
-            (upstream gradient exactly 0), any label will do.
+            a NaN gradient if that log-prob is used: never a plausible number, and without a host sync.
+            A target whose logit is -inf has log-prob -inf, and a NaN gradient too if that is used.
+            Where the log-prob is not used (upstream gradient exactly 0), any label will do.
         temperature: None (1), a positive number, or a float32 or float64 tensor, 0-d or of
-            targets' shape (size 1 where it does not vary); a constant. Not positive or not finite
-            is refused; in a tensor on an accelerator it gives NaN at that token instead, which the
-            loss reports like any other non-finite value.
+            targets' shape (size 1 along axes where it does not vary); a constant. A temperature that is
+            not positive and finite is refused; in a tensor on an accelerator it makes that token's
+            log-prob NaN instead, which the loss reports like any other non-finite value.
         entropy: also return the entropy in nats, with its gradient.
         lse: also return log-sum-exp in nats, with its gradient (for a z-loss).
-        ref_logits: the reference model's logits, of the same shape and any of the dtypes; a constant. Then the exact
-            KL(p || q) over the vocabulary is returned as well, with its gradient; q is the reference's distribution
-            at the same temperature. Still one collective, of two more numbers a token. Runs eager.
+        ref_logits: the reference model's logits, of the same shape and any of the dtypes; a constant. If given, also
+            return the exact KL(p || q) over the vocabulary, with its gradient; q is the reference's distribution at
+            the same temperature. The pass still makes one collective, of two more numbers a token. It runs on the
+            eager backend alone.
         chosen_ids: int64 [..., k], -1 where a token has fewer than k: also return the log-probs at these ids, each with
-            its gradient (a teacher's top-k, for `TopKDistill`). Still one collective, of k more numbers a token. Ids
-            off the vocabulary give NaN, and so does a row that names one twice. Not together with ref_logits.
-        kept: what the sampler could draw from (``MicroBatch.kept``): log-prob, entropy and lse are renormalised on
-            that set, ``TokenLogprobs.kept`` is its share of the vocabulary, and a target outside of it (``outside``)
-            has log-prob -inf. Recorded ids cost no further collective; recomputed sets one all-reduce of [T, 256] int64
-            for each byte of a logit in each search (top-k, top-p), and one of [T] for top-p and min-p
-            (`megatron_pgloss.maths.kept.Kept`). Runs eager. Not together with ref_logits or chosen_ids.
+            its gradient (a teacher's top-k, for `TopKDistill`). The pass still makes one collective, of k more numbers
+            a token. An id off the vocabulary gives NaN, and so does a row that names an id twice. Cannot be combined
+            with ref_logits.
+        kept: the set of tokens that the sampler could draw from (``MicroBatch.kept``, a
+            `megatron_pgloss.maths.kept.Kept`): log-prob, entropy and lse are renormalised on that set,
+            ``TokenLogprobs.kept`` is its share of the vocabulary, and a target outside it (``TokenLogprobs.outside``)
+            has log-prob -inf. Recorded ids cost no further collective. Recomputed sets cost one all-reduce of [T, 256]
+            int64 for each byte of a logit in each search (top-k, top-p), and one of [T] for top-p and min-p. It runs
+            on the eager backend alone. Cannot be combined with ref_logits or chosen_ids.
         group: None where logits hold the whole vocabulary; else the tensor-parallel group, whose
             ranks hold equal contiguous shards in rank order and the same targets. Every rank of it
             makes the call, and all get the same bits.
-        vocab_size: global columns from here on are padding: no part of the softmax, gradient 0.
-            None: every column counts.
+        vocab_size: number of real vocabulary columns, over all shards. Columns at or beyond it are padding:
+            they are no part of the softmax and get gradient 0. None: every column counts.
         padded_vocab: columns of all shards together, padding included: needed where the vocabulary is so small that
             one shard has room for it, and reads as gathered logits otherwise.
-        reuse_logits: give the logits away. Backward writes the gradient into their own memory, so
-            no [T, Vl] tensor is ever added; a second backward is refused, and so is (by torch's
-            version check) any other backward that needs them unchanged. Leaf or not does not
-            matter. Without it the logits are never written to.
+        reuse_logits: let backward write the gradient into the logits' own memory, so that no further
+            [T, Vl] tensor is ever made. The caller gives the logits away: a second backward is refused, and
+            so is (by torch's version check) any other backward that needs them unchanged. It does not
+            matter whether they are a leaf. If False, the logits are never written to.
         backend: "triton", "compiled" or "eager" by name (refused where it cannot run). None: Triton on
-            CUDA where it is installed; on a CPU compiled bodies from 16,384 columns on, if there is a
+            CUDA where it is installed; on a CPU compiled loops from 16,384 columns on, if there is a
             C++ compiler (the first call then compiles for some seconds); else, and for float64, eager.
-            The reasons are in `logprobs.backend_report()`, which `doctor` prints.
-        chunk_elements: logits worked on at a time. Scratch memory is two buffers of this many
-            elements (one row at least) in the dtype of the maths (eager), and a third in the logits'
-            where live rows have holes (eager, compiled). None: on a CPU 2^18 a thread, which fits a
-            core's cache; else 2^24.
+            `logprobs.backend_report()`, which `doctor` prints, says why a backend cannot run.
+        chunk_elements: how many logits are worked on at a time. Scratch memory is two buffers of this many
+            elements (at least one row) in the dtype of the maths (eager), and a third in the logits' dtype
+            where rows without a gradient lie between rows with one (eager, compiled). None: on a CPU 2^18
+            per thread, which fits a core's cache; else 2^24.
 
     Returns:
-        TokenLogprobs: ``logprob``, ``entropy``, ``lse`` and ``kl`` (or None) of targets' shape, float32 (float64);
-        ``chosen`` of ``chosen_ids``' shape.
+        TokenLogprobs: ``logprob`` and, where asked for, ``entropy``, ``lse``, ``kl``, ``kept`` and ``outside`` of
+        targets' shape, and ``chosen`` of ``chosen_ids``' shape; float32 (float64 on float64 logits), ``outside`` bool.
 
     Rows whose upstream gradients are all exactly 0 get gradient 0, whatever their logits hold.
-    First derivatives only: create_graph=True is refused.
+    Only first derivatives exist: create_graph=True is refused.
 
     Raises:
-        DataError, SpecError: shapes, dtypes, devices, temperature.
-        LayoutError: logits that cannot be a shard of the vocabulary, gathered ones among them.
-        UnsupportedError: (in backward) a second one through reused logits, or create_graph=True.
+        DataError, SpecError: unusable shapes, dtypes, devices or temperature.
+        LayoutError: logits that cannot be a shard of the vocabulary, such as gathered logits beside a group.
+        UnsupportedError: options that cannot be combined, or a backend that cannot run; in backward, a second backward
+            through reused logits, or create_graph=True.
     """
     if chunk_elements is None:
         chunk_elements = usual_chunk_elements(logits.device)
@@ -116,7 +120,7 @@ def token_logprobs(
         check_chosen(chosen_ids, targets)
         if ref_logits is not None:
             raise UnsupportedError(
-                "chosen_ids and ref_logits in one pass", fix="the teacher's top-k, or the reference's logits"
+                "chosen_ids and ref_logits cannot be combined in one pass", fix="pass one of the two"
             )
     shard = find_shard(logits.size(-1), group, vocab_size, padded_vocab)
     inverse_tau = inverse_temperature(temperature, targets)

@@ -1,8 +1,9 @@
-"""The autograd node of given logits: closed-form gradient, written once.
+"""The autograd node of given logits. Its gradient has a closed form and is written in one pass.
 
 Shapes: `T` rows (tokens, in memory order), `C` statistics per row.
 
-Forward keeps the logits themselves (no copy) and a few numbers per token; the gradient's formula is in `upstream`.
+Forward keeps the logits themselves (no copy) and a few numbers per token. `logprobs.upstream` has the gradient's
+formula.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron_pgloss.logprobs.vocab.shard import VocabShard
 
 
 class GivenJob(NamedTuple):
-    """What a pass needs besides tensors."""
+    """The settings of one pass: all of its inputs but the tensors."""
 
     shard: VocabShard
     order: RowOrder
@@ -36,7 +37,7 @@ class GivenJob(NamedTuple):
 
 
 class Picked(NamedTuple):
-    """What arrived for the log-probs at chosen ids (float64), the ids, and the log-probs, [T, k] each."""
+    """Gradients that arrived for the log-probs at chosen ids (float64), the ids, and the log-probs, [T, k] each."""
 
     g_Tk: Tensor
     ids_Tk: Tensor
@@ -44,18 +45,18 @@ class Picked(NamedTuple):
 
 
 class GivenLogits(torch.autograd.Function):
-    """(logits, targets, 1/tau, chosen ids, job) to (log-prob, entropy, lse, log-probs at the chosen ids), in targets'
-    shape; each of the optional ones may be None.
+    """Maps (logits, targets, 1/tau, chosen ids, job) to (log-prob, entropy, lse, log-probs at the chosen ids), in
+    targets' shape. All outputs but the log-prob are None where they were not asked for.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, logits: Tensor, targets: Tensor, inverse_tau: Tensor | None, ids: Tensor | None, job: GivenJob
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Measure and merge; keep what backward needs."""
+        """Measure the shard, merge the shards, and keep what backward needs."""
         ids_Tk = job.order.flatten_some(ids)
         whole, chosen_Tk = _merged(logits, targets, inverse_tau, ids_Tk, job)
-        # No mark_dirty: reused logits are written in backward, forward leaves them as they are.
+        # mark_dirty is not needed: reused logits are written in backward, and forward leaves them as they are.
         # The targets are cloned since the caller may refill their buffer before backward.
         kept_ids = ids_Tk if ids_Tk is None else ids_Tk.clone()
         ctx.save_for_backward(logits, targets.clone(), inverse_tau, kept_ids, chosen_Tk, *whole)
@@ -108,7 +109,7 @@ def _merged(
 def _outputs(
     whole: Merged, chosen_Tk: Tensor | None, logits: Tensor, job: GivenJob
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Log-prob, entropy, lse and chosen ones in targets' shape, in memory of their own: callers may write there."""
+    """Log-prob, entropy, lse and chosen log-probs in targets' shape, in new memory that callers may write to."""
     order, dtype = job.order, maths_dtype(logits)
     entropy = None if whole.entropy is None else order.output(whole.entropy, dtype)
     lse = order.output(whole.lse, dtype) if job.lse else None
@@ -125,7 +126,7 @@ def _gradient(
     picked: Picked | None,
     job: GivenJob,
 ) -> Tensor:
-    """The factors of each row, and the pass that writes."""
+    """Compute the factors of each row, and write the gradient in one pass over the logits."""
     order = job.order
     g_T, h_T, lse_grad_T = (order.flatten_some(g) for g in upstream[:3])
     tau_T = order.flatten_some(inverse_tau)
@@ -134,7 +135,7 @@ def _gradient(
         lse_grad_T = through_T if lse_grad_T is None else lse_grad_T + through_T
     factors = upstream_factors(g_T, h_T, whole, tau_T, lse_grad_T=lse_grad_T)
     if picked is not None:
-        factors = factors._replace(live_T=factors.live_T | reached_T)  # -G may be 0 where no g_j is
+        factors = factors._replace(live_T=factors.live_T | reached_T)  # -G may be 0 although no g_j is
     target_T = order.flatten(targets)
     gradient = write_gradient(
         logits,

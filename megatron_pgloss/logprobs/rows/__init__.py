@@ -1,1 +1,1 @@
-"""The two passes over the logits of a shard, row by row: what they need and give, and the backends that run them."""
+"""The two passes over the logits of a shard, row by row: their inputs and outputs, and the backends that run them."""

@@ -8,9 +8,9 @@ Shapes: `V` columns of the local shard.
 | `compiled` | CPU with a C++ compiler that Inductor can use | no | none |
 | `eager` | everywhere | yes | two chunks |
 
-`compiled` costs some seconds per process, dtype and kind of pass before the first token, so that a
-CPU takes it by itself only from `COMPILE_FROM` columns on: a number that does not change from one
-micro-batch to the next, so that all log-probs of a model come from one backend.
+`compiled` costs some seconds per process, dtype and kind of pass before the first token, so a CPU picks
+it by itself only from `COMPILE_FROM` columns on. The number of columns does not change from one
+micro-batch to the next, so all log-probs of a model come from one backend.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COMPILE_FROM = 16_384
 
 
 class RowKernels(Protocol):
-    """The passes over one block of rows: all that touches [R, V]."""
+    """The passes over one block of rows. No other code touches [R, V]."""
 
     pieces: int
     """S: into how many pieces the columns are cut for `RowSums`."""
@@ -88,7 +88,7 @@ def _best(dtype: torch.dtype, device: torch.device, columns: int) -> Backend:
 
 
 def backend_problem(name: str, device: torch.device | str = "cpu") -> str | None:
-    """Why ``name`` cannot run on ``device``, or None where it can."""
+    """The reason why backend ``name`` cannot run on ``device``, or None where it can."""
     return _problem(name, torch.device(device).type)
 
 
@@ -100,12 +100,12 @@ def _problem(name: str, device: str) -> str | None:
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         return None if device == "cuda" or interpreted else f"Triton has no compiler for device {device!r}"
     if name == "compiled":
-        return cpp_compiler_problem() if device == "cpu" else "chunk bodies are compiled for a CPU only"
+        return cpp_compiler_problem() if device == "cpu" else "its loops are compiled for a CPU only"
     return None
 
 
 def backend_report() -> dict[str, str]:
-    """For `doctor`: what runs the log-probs on each device of this machine, and why not the others."""
+    """The backends that can run on each device of this machine, and why the others cannot; `doctor` prints it."""
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     report = {}
     for device in devices:

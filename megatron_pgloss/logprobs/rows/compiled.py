@@ -2,13 +2,14 @@
 
 Shapes: `R` rows of one call, `V` columns of this shard that are no padding, `S` pieces of them.
 
-Each body is compiled once per dtype and memory layout with all sizes dynamic, first on a block of
-typical size (`_WARM`): Inductor decides from the first sizes it sees which loops run in parallel.
-It adds a row up in one go, which loses 4e-6 at V = 150k in float32; pieces of at most 2^14 columns
+Each loop body (`_BODIES`) is compiled once per dtype and memory layout with all sizes dynamic, first on a
+block of typical size (`_WARM`): Inductor decides from the first sizes it sees which loops run in parallel.
+Inductor adds up a row in one go, which loses 4e-6 at V = 150k in float32. Pieces of at most 2^14 columns
 lose 1e-7, and stay in a core's cache between the maximum and the sum.
 
-The loops need no scratch, so one call takes all rows: a call costs some 0.1 ms, and its threads share
-rows, of which a chunk of three (what fits a cache at V = 150k) leaves one idle half of the time.
+The loops need no scratch memory, so one call takes all rows. A call costs some 0.1 ms, and threads share
+its rows: with chunks of three rows (as many as fit a cache at V = 150k), one of two threads idles half of
+the time.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ _WARM = (256, PIECE)
 
 
 class CompiledRows(ChunkedRows):
-    """Chunk bodies compiled by Inductor. Sizes 0 and 1 are compiled apart by torch, so one row is run as two."""
+    """Loop bodies of one chunk, compiled by Inductor. Torch compiles sizes 0 and 1 apart, so one row is run as two."""
 
     def __init__(self, logits: Tensor, width: int, rows: int, chunk_elements: int):
         super().__init__(logits, width, rows, chunk_elements)
         self.dense_step = rows
-        # Rows with holes are copied out and back; enough of them to share between the threads.
+        # Where dead rows lie between live ones, chunks of live rows are copied out and back; a chunk has enough rows
+        # for all threads.
         self.step = max(self.step, min(ROWS_A_THREAD * torch.get_num_threads(), rows))
-        # Of nearly equal size, none of one column, and each starts at a cache line where the row does.
+        # Pieces have nearly equal sizes, none has one column, and each starts at a cache line if the row does.
         equal = -(-width // -(-width // PIECE))
         self.piece = -(-equal // min(64, PIECE)) * min(64, PIECE)
         self.pieces = -(-width // self.piece)
         self._warm = (logits.dtype, logits.device)
 
     def chunk_sums(self, z_RV: Tensor, rate_R1: Tensor | None, out: RowSums) -> None:
-        """Each piece of columns by itself."""
+        """Fill ``out`` for one chunk, each piece of columns by itself."""
         count = z_RV.size(0)
         if count == 1:
             z_RV = z_RV.repeat(2, 1)
@@ -73,7 +75,7 @@ class CompiledRows(ChunkedRows):
 
 
 def _rows_of(x_R1: Tensor, z_RV: Tensor) -> Tensor:
-    """[R, 1] in memory of its own; the single row of a pair serves both."""
+    """[R, 1] in contiguous memory; where one row is run as two, its number serves both."""
     return x_R1.expand(z_RV.size(0), 1).contiguous()
 
 
@@ -127,7 +129,7 @@ _BODIES: dict[str, Callable[..., Any]] = {
 
 @functools.cache
 def _compiled(kind: str) -> Callable[..., Any]:
-    # fullgraph: past the limit of recompilations torch would otherwise run the plain body, without a word.
+    # Without fullgraph, torch would silently run the uncompiled body once the limit of recompilations is reached.
     more = {"recompile_limit": 64} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
     return torch.compile(_BODIES[kind], dynamic=True, fullgraph=True, **more)  # type: ignore[call-overload,no-any-return]
 

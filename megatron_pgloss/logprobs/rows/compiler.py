@@ -1,4 +1,6 @@
-"""Is there a C++ compiler that Inductor can use? Found out by compiling what its kernels include."""
+"""Is there a C++ compiler that Inductor can use? Answered by compiling a program with the headers that its kernels
+include.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ extern "C" int threads() { return omp_get_max_threads(); }
 
 @functools.cache
 def cpp_compiler_problem() -> str | None:
-    """Why torch.compile cannot build CPU kernels here, or None. Runs the compiler once per process."""
+    """The reason why torch.compile cannot build CPU kernels here, or None. Runs the compiler once per process."""
     if sys.platform == "win32":
         return "not tried on Windows"
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]

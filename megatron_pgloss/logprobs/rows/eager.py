@@ -1,11 +1,11 @@
-"""The row passes in plain torch, chunk by chunk: works everywhere, and the frame of `compiled`.
+"""The row passes in plain torch, chunk by chunk. They work everywhere, and `compiled` shares their loop over chunks.
 
 Shapes: `R` rows of one block or chunk, `V` columns of this shard that are no padding, `N` rows a
 scratch buffer has room for.
 
-exp2 is chosen for its steady cost on CPUs (torch.exp falls to a slow path where results underflow)
-and exp2 + sum for accuracy (the sum inside torch.softmax loses 1e-5 at V = 150k in float32); plain
-in-place passes beat the fused operators there.
+exp2 is chosen for its steady cost on CPUs (torch.exp falls to a slow path where results underflow), and
+exp2 with a sum of its own for accuracy (the sum inside torch.softmax loses 1e-5 at V = 150k in float32).
+On CPUs plain in-place passes are also faster than the fused operators.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_pgloss.logprobs.rows.per_row import (
 
 
 class ChunkedRows:
-    """Cuts blocks of rows into chunks, leaves dead rows out; what runs on one chunk is the subclass's."""
+    """Cuts blocks of rows into chunks and leaves out rows without a gradient; a subclass runs one chunk."""
 
     pieces = 1
 
@@ -36,8 +36,8 @@ class ChunkedRows:
         self.width = width
         self.step = max(1, min(rows_per_chunk(chunk_elements, width), rows))
         self.dense_step = self.step
-        """Rows of one chunk where they are worked on in place, and no copy of them is made."""
-        # Knowing which rows are live costs a host sync: free on a CPU only.
+        """Rows of one chunk where the chunk is worked on in place, without a copy of its rows."""
+        # Finding the rows that are live costs a host sync, which is free on a CPU only.
         self.skips = logits.device.type == "cpu"
 
     def sums(self, z_RV: Tensor, rate_R1: Tensor | None, out: RowSums) -> None:
@@ -48,7 +48,7 @@ class ChunkedRows:
     def gradient(self, z_RV: Tensor, out_RV: Tensor, factors: RowFactors, marks: RowMarks) -> None:
         """Write the gradient of one block to ``out_RV``, which may be ``z_RV`` itself."""
         (self._fill_live if self.skips else self._fill_all)(z_RV, out_RV, factors, marks.live)
-        # The rows that the target is no column of write back what they have.
+        # Rows whose target is no column of this shard write back what is there.
         kept_R = out_RV.gather(1, marks.column[:, None])[:, 0]
         put_one_per_row(out_RV, marks.column, marks.entry.where(marks.hit, kept_R))
 
@@ -61,7 +61,7 @@ class ChunkedRows:
         raise NotImplementedError
 
     def _fill_live(self, z_RV: Tensor, out_RV: Tensor, factors: RowFactors, live_R: Tensor) -> None:
-        """Work on live rows alone."""
+        """Compute the gradient of live rows alone; the other rows are filled with 0."""
         live = live_R.nonzero()[:, 0]
         if live.numel() == live_R.numel():
             self._fill_dense(z_RV, out_RV, factors)
@@ -70,7 +70,7 @@ class ChunkedRows:
         for chunk in _chunks(live.numel(), self.step):
             index = live[chunk]
             run = slice(int(index[0]), int(index[-1]) + 1)
-            if run.stop - run.start == index.numel():  # no holes: a view will do
+            if run.stop - run.start == index.numel():  # the rows are consecutive, so that a view will do
                 self.chunk_gradient(z_RV[run], out_RV[run], factors.take(run))
             else:
                 part_RV = z_RV.index_select(0, index)
@@ -78,7 +78,7 @@ class ChunkedRows:
                 out_RV.index_copy_(0, index, part_RV)
 
     def _fill_all(self, z_RV: Tensor, out_RV: Tensor, factors: RowFactors, live_R: Tensor) -> None:
-        """Work on every row and select the live ones, without a host sync."""
+        """Compute the gradient of every row and zero that of dead rows, without a host sync."""
         self._fill_dense(z_RV, out_RV, factors)
         out_RV.masked_fill_(~live_R[:, None], 0)
 
@@ -92,11 +92,13 @@ class EagerRows(ChunkedRows):
 
     def __init__(self, logits: Tensor, width: int, rows: int, chunk_elements: int):
         super().__init__(logits, width, rows, chunk_elements)
-        # All the memory that grows with V, made once per pass.
+        # The only memory that grows with V; allocated once per pass.
         self._flat = logits.new_empty(2, self.step * width, dtype=maths_dtype(logits))
 
     def chunk_sums(self, z_RV: Tensor, rate_R1: Tensor | None, out: RowSums) -> None:
-        """A row of -inf alone has no maximum to subtract: its sums are NaN, as `shard_stats` expects."""
+        """Fill ``out`` for one chunk. A row of -inf alone has no maximum to subtract; its sums are NaN, as
+        `shard_stats` expects.
+        """
         d_RV, e_RV = self._scratch(z_RV)
         wide_RV = _widened(z_RV, d_RV)
         torch.amax(wide_RV, -1, out=out.peak[0])
@@ -131,7 +133,9 @@ def _shifted(wide_RV: Tensor, shift_R1: Tensor, rate_R1: Tensor | None, out_RV: 
 
 
 def _chunks(rows: int, step: int) -> Iterator[slice]:
-    """Slices of at most ``step`` rows and of nearly equal size: none has one row where step >= 3, unless alone."""
+    """Slices of at most ``step`` rows and of nearly equal size. For ``step`` >= 3 none has one row, unless there is
+    one.
+    """
     count = -(-rows // step)
     for i in range(count):
         yield slice(i * rows // count, (i + 1) * rows // count)

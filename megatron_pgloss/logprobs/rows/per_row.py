@@ -1,11 +1,11 @@
-"""What the two passes over a logits shard need and give per row, whichever backend runs them.
+"""The per-row inputs and outputs of the two passes over a logits shard, the same for every backend.
 
 Shapes: `T` rows, `R` rows of one block or chunk, `V` columns of this shard that are no padding, `S`
-pieces into which a backend cuts the columns (each is summed by itself and joined in float64).
-Nothing here touches [R, V], knows of collectives or of autograd.
+pieces into which a backend cuts the columns (each is summed by itself, and the sums are joined in float64).
+Apart from `put_one_per_row`, nothing here touches [R, V]; nothing here knows of collectives or autograd.
 
-All backends work on d = (z - shift)/tau log2(e) and e = 2^d, the shift being the piece's maximum
-(forward) or tau lse (backward). The difference comes first: near the shift it is exact.
+All backends compute d = (z - shift)/tau log2(e) and e = 2^d, where the shift is the piece's maximum
+(forward) or tau lse (backward). The subtraction comes first: near the shift it is exact.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from megatron_pgloss.logprobs.vocab.join import join_entropy, join_lse
 
 LN2 = math.log(2.0)
-# 2^FLOOR is 0 in float64 as well: it stands in for -inf where a product with probability 0 is 0.
+# 2^FLOOR is 0 even in float64. FLOOR replaces d = -inf, so that its product with probability 0 is 0 and not NaN.
 FLOOR = -1500.0
 
 
 class RowSums(NamedTuple):
-    """What the forward pass finds per piece and row, in the dtype of the maths, each [S, T]."""
+    """Results of the forward pass per piece and row, in the dtype of the maths, each [S, T]."""
 
     peak: Tensor
     """m = max z."""
@@ -46,9 +46,9 @@ class RowSums(NamedTuple):
 
 
 class RowFactors(NamedTuple):
-    """What the backward pass needs per row, in the dtype of the maths, each [T, 1].
+    """Inputs of the backward pass per row, in the dtype of the maths, each [T, 1].
 
-    dz_v = e_v (a + b d_v).
+    The gradient is dz_v = e_v (a + b d_v).
     """
 
     a: Tensor
@@ -66,7 +66,7 @@ class RowMarks(NamedTuple):
     """Which rows have a gradient at all, and the one entry per row that is not e (a + b d)."""
 
     live: Tensor
-    """bool [T]: the others get 0 and are not looked at."""
+    """bool [T]: the row has a gradient. Other rows get 0, whatever their logits hold."""
     column: Tensor
     """int64 [T]: a legal column for every row, the target's where ``hit``."""
     hit: Tensor
@@ -82,8 +82,8 @@ class RowMarks(NamedTuple):
 def shard_stats(sums: RowSums, inverse_tau_T: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """(lse_r, H_r or None) of the shard's own distribution, float64 [T].
 
-    Per piece lse = m/tau + log S and H = log S - ln 2 (sum e d)/S, both parts of which are >= 0.
-    A row of -inf alone has lse_r = -inf and no H_r (any number).
+    With Z = sum e, a piece has lse = m/tau + log Z and H = log Z - ln 2 (sum e d)/Z; both terms of H are >= 0.
+    A row of -inf alone has lse_r = -inf; its H_r is meaningless and may be any number.
     """
     log_total_ST = sums.total.double().log()
     peak_ST = scaled(sums.peak.double(), inverse_tau_T)
@@ -102,12 +102,12 @@ def row_factors(
     inverse_tau_T: Tensor | None,
     dtype: torch.dtype,
 ) -> RowFactors:
-    """Factors, in ``dtype``, for dz_v = p_v (a + b log p_v); all given in float64.
+    """Factors, in ``dtype``, of dz_v = p_v (a + b log p_v). All arguments are float64.
 
-    ``lse_T`` is of the whole vocabulary.
+    ``lse_T`` is the log-sum-exp over the whole vocabulary.
     """
     shift_T = (lse_T if inverse_tau_T is None else lse_T / inverse_tau_T).to(dtype)
-    # The shift is rounded, so e = p exp(gap): the small gap is put right here, in float64.
+    # The shift is rounded, so that e = p exp(gap). The small gap is corrected here, in float64.
     gap_T = lse_T - scaled(shift_T.double(), inverse_tau_T)
     weight_T = (-gap_T).exp()
     if b_T is not None:
@@ -122,7 +122,7 @@ def exp2_rate(inverse_tau_T: Tensor | None, dtype: torch.dtype) -> Tensor | None
 
 
 def maths_dtype(logits: Tensor) -> torch.dtype:
-    """Maths is float32, or float64 on float64 logits."""
+    """The dtype of the maths: float32, or float64 on float64 logits."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 
@@ -134,6 +134,6 @@ def scaled(z_T: Tensor, inverse_tau_T: Tensor | None) -> Tensor:
 def put_one_per_row(out_RV: Tensor, column_R: Tensor, value_R: Tensor) -> None:
     """``out[r, column[r]] = value[r]`` in place.
 
-    On a CPU ``scatter_`` copies all of a bfloat16 or float16 tensor to float32 and back, 4 bytes per element of [R, V].
+    ``scatter_`` is not used: on a CPU it copies the whole of a bfloat16 or float16 tensor to float32 and back.
     """
     out_RV.index_put_((torch.arange(out_RV.size(0), device=out_RV.device), column_R), value_R)

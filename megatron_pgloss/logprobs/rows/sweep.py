@@ -1,8 +1,8 @@
 """The two passes over a logits shard: blocks of rows in, statistics or gradient out.
 
-Shapes: `T` rows (tokens, in memory order), `R` rows of one block, `Vl` columns of the shard, `V` <=
-Vl of them no padding, `C` statistics per row. All per-row arithmetic is done once on [T], outside
-the loops; what touches [R, V] is a backend's.
+Shapes: `T` rows (tokens, in memory order), `R` rows of one block, `Vl` columns of the shard, `V`
+<= Vl of them no padding, `C` statistics per row. All per-row arithmetic is done once on [T], outside
+the loops; only a backend (`RowKernels`) computes on [R, V].
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def measure(
 ) -> Tensor:
     """Statistics (lse_r, [H_r,] u_target) of all rows, float64 [T, C].
 
-    ``target_T`` counts from the shard's first column, ``width`` is V. Targets of other shards
-    give some number. ``backend`` None: picked as for `token_logprobs`.
+    ``target_T`` counts from the shard's first column, ``width`` is V. u_target is an arbitrary number
+    where another shard holds the target. ``backend=None`` picks one as `token_logprobs` does.
     """
     stats_TC = logits.new_zeros(order.rows, 3 if entropy else 2, dtype=torch.float64)
     if width == 0:
@@ -72,10 +72,10 @@ def write_gradient(
     backend: str | None = None,
     chunk_elements: int,
 ) -> Tensor:
-    """Gradient p_v (a + b log p_v), with ``entry_T`` in the target's column where ``hit_T``.
+    """Write the gradient p_v (a + b log p_v), with ``entry_T`` in the target's column where ``hit_T``.
 
-    It lies in the logits' own memory (``reuse``) or in one new tensor of their dtype. Rows that
-    are not ``live_T`` get 0 and are not looked at. ``a_T``, ``b_T``, ``entry_T``, ``lse_T`` and
+    The result lies in the logits' own memory (``reuse``) or in one new tensor of their dtype. Rows that are
+    not ``live_T`` get 0, whatever their logits hold. ``a_T``, ``b_T``, ``entry_T``, ``lse_T`` and
     ``inverse_tau_T`` are float64.
     """
     flat_TV = None if reuse else logits.new_empty(order.rows, logits.size(-1))
@@ -85,7 +85,7 @@ def write_gradient(
     rows = (
         make_rows(choose(logits, backend), logits, width, order.rows, chunk_elements) if width and order.rows else None
     )
-    # detach() shares the version counter: torch refuses whoever still needs the logits unchanged.
+    # detach() shares the version counter, so that torch refuses any other backward that needs the logits unchanged.
     for first, z_RV in order.blocks(logits.detach()):
         block = slice(first, first + z_RV.size(0))
         out_RV = z_RV if flat_TV is None else flat_TV[block]
@@ -96,5 +96,5 @@ def write_gradient(
 
 
 def _columns(target_T: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Which targets are columns of this shard, and a legal column for each, both [T]."""
+    """Whether each target is a column of this shard, and a legal column for each, both [T]."""
     return (target_T >= 0) & (target_T < width), target_T.clamp(0, max(width - 1, 0))

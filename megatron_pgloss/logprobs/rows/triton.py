@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""The row passes as Triton kernels: logits read once forward, read and written once backward.
+"""The row passes as Triton kernels. Forward reads the logits once; backward reads and writes them once.
 
 Shapes: `R` rows of one block, `V` columns of this shard that are no padding, `S` pieces of them.
 
-Forward is one program per row and piece, online over blocks of columns in the exp2 domain with a
-state (m, s, t) in float32; pieces keep a GPU busy where rows are few. Backward is elementwise, one
-program per row and block; rows without a gradient are stored as zeros and never read.
+Forward runs one program per row and piece. It goes over blocks of columns once, in the exp2 domain, and
+keeps (maximum, sum, moment) in float32; pieces keep a GPU busy where rows are few. Backward is
+elementwise, one program per row and block; rows without a gradient are stored as zeros and never read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_pgloss.logprobs.rows.per_row import FLOOR, LN2, RowFactors, RowMar
 
 FORWARD_BLOCK = 4096
 BACKWARD_BLOCK = 4096
-# Programs that fill a large GPU several times over; fewer rows than this are cut into pieces.
+# This many programs fill a large GPU several times over; where there are fewer rows, rows are cut into pieces.
 PROGRAMS = 1024
 _FLOOR = tl.constexpr(FLOOR)
 _INVERSE_LN2 = tl.constexpr(1 / LN2)
@@ -49,7 +49,7 @@ def sums_kernel(
         z = tl.load(place, mask=column < columns, other=-float("inf"), eviction_policy="evict_first").to(tl.float32)
         before = peak
         peak = tl.maximum(before, tl.max(z, 0))
-        # Where all is -inf so far there is nothing to subtract, and e = 2^-inf = 0.
+        # While all columns so far are -inf there is no maximum to subtract, and e = 2^-inf = 0.
         centre = tl.where(peak == -float("inf"), 0.0, peak)
         d = (z - centre) * rate
         e = tl.exp2(d)
@@ -58,7 +58,7 @@ def sums_kernel(
         if HAS_MOMENT:
             moment = shrink * (moment + tl.maximum(gap, _FLOOR) * total) + tl.sum(e * tl.maximum(d, _FLOOR), 0)
         total = total * shrink + tl.sum(e, 0)
-    # The maximum of a GPU passes over NaN; the sum does not.
+    # A GPU's maximum ignores NaN; its sum does not.
     peak = tl.where(total == total, peak, total)
     out = piece * out_stride + row
     tl.store(peak_ptr + out, peak)
@@ -74,7 +74,7 @@ def gradient_kernel(
     HAS_RATE: tl.constexpr, HAS_B: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """e (a + b d) of one block of one row, with the entry of the target in its column."""
-    program = tl.program_id(0)  # one axis: the others end at 65535
+    program = tl.program_id(0)  # one grid axis alone: the others are limited to 65,535 programs
     row = (program // blocks).to(tl.int64)
     column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

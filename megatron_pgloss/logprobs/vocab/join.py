@@ -1,4 +1,4 @@
-"""Parts of one softmax joined: log-sum-exp and entropy of a row from those of its pieces.
+"""Join the parts of one softmax: log-sum-exp and entropy of a row from those of its pieces.
 
 Shapes: `S` pieces or shards, `T` rows; all in float64.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def join_lse(lse_ST: Tensor) -> Tensor:
-    """log sum_s exp(lse_s) over the first dimension; -inf where all are."""
+    """log sum_s exp(lse_s) over the first dimension; -inf where every lse_s is."""
     if lse_ST.size(0) == 1:
         return lse_ST[0]
     peak_T = lse_ST.amax(0)
@@ -25,7 +25,7 @@ def join_entropy(lse_ST: Tensor, entropy_ST: Tensor, lse_T: Tensor) -> Tensor:
 
     Parts with lse_s = -inf are selected out; where lse is -inf the result is NaN.
     """
-    empty_ST = lse_ST == -math.inf  # not `<=`: NaN has to pass through
+    empty_ST = lse_ST == -math.inf  # a NaN must not be selected out
     log_weight_ST = lse_ST - lse_T
     share_ST = log_weight_ST.exp() * (entropy_ST - log_weight_ST)
     total_T = torch.where(empty_ST, 0.0, share_ST).sum(0)

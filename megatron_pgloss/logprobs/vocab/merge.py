@@ -1,10 +1,10 @@
-"""From row statistics of shards to log-prob and entropy: one collective, equal bits on all ranks.
+"""From the shards' row statistics to log-prob and entropy, by one collective and with equal bits on all ranks.
 
 Shapes: `T` rows, `R` shards in rank order, `C` statistics per row and shard: (lse_r, H_r, u_target)
 or, where no entropy is asked for, (lse_r, u_target). lse_r and H_r are log-sum-exp and entropy of
-the shard's own distribution (-inf and anything where the shard is padding alone), u_target = z/tau
-of the target where the shard holds it, some number where not. They are float64: float32 would round
-lse_r at 30 nats to 2e-6, and differently on each layout.
+the shard's own distribution (-inf and an arbitrary number where the shard is padding alone); u_target is
+z/tau of the target where the shard holds it, else an arbitrary number. They are float64: float32 would
+round lse_r at 30 nats to 2e-6, and differently on each layout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_pgloss.logprobs.vocab.shard import VocabShard
 
 
 class Merged(NamedTuple):
-    """Per row, over the whole vocabulary, float64 [T]."""
+    """Statistics of each row over the whole vocabulary, float64 [T]."""
 
     logprob: Tensor
     entropy: Tensor | None
@@ -40,10 +40,10 @@ def merge(stats_TC: Tensor, target_T: Tensor, shard: VocabShard) -> Merged:
 
 
 def merge_gathered(stats_RTC: Tensor, target_T: Tensor, shard: VocabShard) -> Merged:
-    """The same from statistics of all shards."""
+    """`merge` of statistics [R, T, C] that are already gathered from all shards."""
     lse_RT = stats_RTC[..., 0]
     lse_T = join_lse(lse_RT)
-    # Every rank finds the target's owner by itself, so the other ranks' columns are never added in.
+    # Every rank knows which shard owns the target and reads that shard's number alone; the others' are arbitrary.
     owner_T = (target_T // shard.columns).clamp(0, shard.size - 1)
     u_T = stats_RTC[..., -1].gather(0, owner_T[None])[0]
     known_T = (target_T >= 0) & (target_T < shard.vocab)
@@ -53,7 +53,7 @@ def merge_gathered(stats_RTC: Tensor, target_T: Tensor, shard: VocabShard) -> Me
 
 
 def gather_stats(stats_TC: Tensor, shard: VocabShard) -> Tensor:
-    """[R, T, C] of all shards: the one collective."""
+    """Statistics [R, T, C] of all shards, by the pass's one collective."""
     if shard.size == 1 or stats_TC.numel() == 0:  # tensor-parallel ranks all have the same rows
         return stats_TC.expand(shard.size, *stats_TC.shape)
     rows, columns = stats_TC.shape

@@ -1,4 +1,4 @@
-"""Logits of any leading shape as rows, without copying them.
+"""Logits with any leading dimensions seen as rows, without a copy.
 
 Shapes: `T` rows (tokens), `V` vocabulary columns. Rows are numbered in the order in which they
 lie in memory, so that a transposed view of contiguous logits is still one block.
@@ -19,10 +19,10 @@ class RowOrder:
     """How the leading dimensions of the logits become one row number, and back."""
 
     shape: tuple[int, ...]
-    """Leading shape as the caller has it."""
+    """Sizes of the leading dimensions, in the caller's order."""
 
     dims: tuple[int, ...]
-    """Leading dimensions, outermost in memory first."""
+    """Indices of the leading dimensions, outermost in memory first."""
 
     @staticmethod
     def of(logits: Tensor) -> RowOrder:
@@ -42,7 +42,7 @@ class RowOrder:
         return per_token.permute((*self.dims, *rest)).reshape(self.rows, *per_token.shape[len(self.dims) :])
 
     def flatten_some(self, per_token: Tensor | None) -> Tensor | None:
-        """The same where there is any."""
+        """`flatten`, or None for None."""
         return None if per_token is None else self.flatten(per_token)
 
     def unflatten(self, rows: Tensor) -> Tensor:
@@ -58,12 +58,12 @@ class RowOrder:
         return out.copy_(self.unflatten(rows))
 
     def blocks(self, logits: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first row, [rows, V] view): one block where memory allows it, else several."""
+        """Yield (number of the first row, [rows, V] view): one block where the strides allow it, else several."""
         if self.rows:
             yield from _blocks(logits.permute(*self.dims, -1), 0)
 
     def chunks(self, logits: Tensor, step: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (rows, [rows, V] view) of at most ``step`` rows, in order."""
+        """Yield (slice of row numbers, [rows, V] view) for at most ``step`` rows at a time, in order."""
         for first, z_RV in self.blocks(logits):
             for start in range(0, z_RV.size(0), step):
                 part_RV = z_RV[start : start + step]

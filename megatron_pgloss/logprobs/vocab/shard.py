@@ -1,6 +1,6 @@
 """Which part of the vocabulary this rank's logits hold.
 
-Shapes: `Vl` columns of one shard, `tp` shards, shard r holds the global columns [r Vl, (r + 1) Vl).
+Shapes: `Vl` columns of one shard, `tp` shards; shard r holds the global columns [r Vl, (r + 1) Vl).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from megatron_pgloss.errors import DataError, LayoutError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabShard:
-    """The slice of the vocabulary that this rank's logits hold, and who holds the rest."""
+    """The slice of the vocabulary that this rank's logits hold, and the group that holds the rest."""
 
     columns: int
     """Vl: columns of every shard, padding included."""
 
     vocab: int
-    """Global columns that count; those at or beyond it are padding and leave the softmax."""
+    """Number of real columns, over all shards; columns at or beyond it are padding and no part of the softmax."""
 
     group: dist.ProcessGroup | None = None
     """The tensor-parallel group, or None where one rank holds everything."""

@@ -1,4 +1,4 @@
-"""Rows as a user would hand them over: the streams of a model, batches, and each data-parallel rank's share."""
+"""From rows to batches as a user would hand them over: streams by a model, and each data-parallel rank's share."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def rows_of_step(seed: int = 0, model_fn: Any = None, *, tail: bool = False, **m
     """Rows whose streams lie around the model's own log-probs, so that clips and corrections are active.
 
     Args:
-        seed: of everything that is drawn.
-        model_fn: tokens int64 [1, L] to logits float64 [1, L, V]; None: streams are made up.
-        tail: `tail_rows` in place of `make_rows`.
-        more: arguments of the two.
+        seed: the seed of everything that is drawn.
+        model_fn: a function from tokens int64 [1, L] to logits float64 [1, L, V]; None: streams are made up.
+        tail: make the rows by `tail_rows` instead of `make_rows`.
+        more: arguments for `tail_rows` or `make_rows`.
     """
     from megatron_pgloss.verify.oracle import oracle_logprobs
 
@@ -44,12 +44,12 @@ def rows_of_step(seed: int = 0, model_fn: Any = None, *, tail: bool = False, **m
         attach_streams(rows, scored, seed, scale=0.4 if tail else 0.25)
     attach_teacher(rows, seed, more.get("vocab", VOCAB))
     attach_kept(rows, seed, more.get("vocab", VOCAB))
-    # A name that does not depend on who holds the row.
+    # The name does not depend on the rank that holds the row.
     return [row | {"name": f"r{i}"} for i, row in enumerate(rows)]
 
 
 def rounded(rows: Sequence[Row], dtype: torch.dtype) -> list[Row]:
-    """The rows with every number as ``dtype`` holds it, so that both sides of a comparison start from the same."""
+    """The rows with every number rounded to ``dtype``, so that both sides of a comparison start equal."""
 
     def cast(values: Any) -> Any:
         return None if values is None else torch.tensor(values, dtype=dtype).tolist()
@@ -72,10 +72,10 @@ def batch_of(
 
     Args:
         rows: at least one.
-        weights: components whose user weights go along.
-        dtype: of the float streams.
+        weights: names of the components whose user weights are handed over.
+        dtype: the dtype of the float streams.
         teacher: hand over a teacher's ids and log-probs too.
-        kept: hand over what the sampler could draw from, as this rule reads it.
+        kept: hand over the sampler's kept sets in the form that this rule reads; None: hand over none.
     """
 
     def flat(name: str) -> torch.Tensor:
@@ -119,19 +119,20 @@ def batch_of(
 def share(
     rows: Sequence[Row], rank: int, size: int, empty_rank: bool = False, *, alone: bool = False, shuffle: int = 0
 ) -> list[Row]:
-    """A data-parallel rank's rows: uneven, dealt out so that prompts and episodes straddle ranks.
+    """One data-parallel rank's rows. Ranks get unequal numbers of rows, and prompts and episodes straddle ranks.
 
     Args:
-        rows: of the whole step.
-        rank, size: data-parallel.
-        empty_rank: the last rank has none.
-        alone: the first rank has all.
-        shuffle: seed of another order; 0: as they come.
+        rows: the rows of the whole step.
+        rank: the data-parallel rank.
+        size: the number of data-parallel ranks.
+        empty_rank: the last rank gets no rows.
+        alone: the first rank gets all rows.
+        shuffle: the seed of a random order of the rank's rows; 0: their order in ``rows``.
     """
     workers = 1 if alone else size - 1 if empty_rank else size
     if rank >= workers:
         return []
-    # The first rank has one row more than its part: uneven counts, and more micro-batches there.
+    # The first rank gets one row more than its share: counts are uneven, and it has more micro-batches.
     owner = [0 if i < 2 else i % workers for i in range(len(rows))]
     mine = [row for row, who in zip(rows, owner, strict=True) if who == rank]
     if not shuffle:
@@ -141,14 +142,14 @@ def share(
 
 
 def batches_of(layout: Any, where: Any, spec: LossSpec, rows: Sequence[Row], dtype: Any = None) -> list[TokenBatch]:
-    """This data-parallel rank's share, with the weights of the spec's components.
+    """Batches of this data-parallel rank's share of the rows, with user weights for the spec's components.
 
     Args:
         layout: a `megatron_pgloss.verify.layouts.scenario.Scenario`.
         where: this rank's `megatron_pgloss.verify.layouts.parallel.Axes`.
-        spec: whose components take their user weights.
-        rows: of the whole step.
-        dtype: of the float streams; default float64.
+        spec: the spec whose components take user weights, a teacher or kept sets.
+        rows: the rows of the whole step.
+        dtype: the dtype of the float streams; default float64.
     """
     mine = share(rows, where.dp_rank, where.dp, layout.empty_rank, alone=layout.alone, shuffle=layout.shuffle)
     weights = [name for name in rows[0]["weights"] if name in spec.names]

@@ -1,7 +1,7 @@
-"""Synthetic multi-turn rows: a function of the seed, knowing nothing of what they judge.
+"""Synthetic multi-turn rows, a function of the seed alone; nothing here knows the code that the rows judge.
 
 A row is a plain dict in token order (index i is about ``tokens[i]``), the form the oracle reads.
-The rows are made to tell a right loss from a wrong one: advantages of both signs and zero, uneven
+The rows are made so that a wrong loss gives another number than a right one: advantages of both signs and zero, uneven
 lengths, several turns with observations between them, holes in the masks, prompts and episodes of
 more than one row, some rows truncated.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 Row = dict[str, Any]
 VOCAB, WIDTH = 32, 40
-"""Vocabulary and longest row of the harness's data."""
+"""Vocabulary size and longest row of the harness's data."""
 
 
 class Dice:
@@ -55,7 +55,8 @@ def make_rows(
     Each row opens with 1 to 3 prompt tokens and goes on in runs of 1 to 6 action and observation
     tokens by turns; the first two rows have the longest and the shortest length. The user mask
     ``keep`` has holes everywhere. Streams ``old``, ``rollout`` and ``ref`` are made up;
-    ``attach_streams`` puts real ones in their place. ``temperature`` gives each token its own.
+    ``attach_streams`` replaces them by streams near a model's log-probs. ``temperature`` gives each token a
+    temperature of its own.
     """
     dice = Dice(seed)
     rows: list[Row] = []
@@ -84,8 +85,8 @@ def attach_streams(rows: list[Row], logprobs: list[Tensor], seed: int, scale: fl
 
     Args:
         rows: rows in token order.
-        logprobs: per row [L]: the log-probs of the policy under test; kept out of the graph.
-        seed: of the noise.
+        logprobs: for each row [L], the log-probs of the policy under test; they are detached.
+        seed: the seed of the noise.
         scale: standard deviation of log(pi / old). At 0.25 a clip of 0.2 / 0.28 puts 5 to 40 % of
             the tokens of either sign of advantage on its flat side.
     """
@@ -98,7 +99,7 @@ def attach_streams(rows: list[Row], logprobs: list[Tensor], seed: int, scale: fl
 
 
 def attach_teacher(rows: list[Row], seed: int, vocab: int = VOCAB, k: int = 4) -> None:
-    """Set ``wide`` of each row, in place: a teacher's log-probs at ``k`` ids of every token, -1 where it gave fewer."""
+    """Set ``wide`` of each row, in place: a teacher's log-probs at ``k`` ids of every token, some of the ids -1."""
     dice = Dice(seed + 104729)
     for row in rows:
         length = len(row["tokens"])
@@ -110,8 +111,8 @@ def attach_teacher(rows: list[Row], seed: int, vocab: int = VOCAB, k: int = 4) -
 
 
 def attach_kept(rows: list[Row], seed: int, vocab: int = VOCAB, k: int = 20) -> None:
-    """Set what the sampler could draw from, in place: ``sampler`` (top-k, top-p and min-p, each off at some tokens) and
-    ``wide["kept"]`` (up to ``k`` ids, none at some tokens, sometimes without the token itself).
+    """Set the sampler's kept sets of each row, in place: ``sampler`` has top-k, top-p and min-p, each off at some
+    tokens; ``wide["kept"]`` has up to ``k`` ids per token, none at some tokens, and sometimes not the token itself.
     """
     dice = Dice(seed + 15485863)
     for row in rows:
@@ -129,10 +130,9 @@ def attach_kept(rows: list[Row], seed: int, vocab: int = VOCAB, k: int = 20) -> 
 
 
 def tail_rows(count: int = 6, length: int = 16, everywhere: int = 0) -> list[Row]:
-    """Rows whose actions are the last two tokens, but for the first ``everywhere``: under context parallelism most
-    ranks hold no member of them.
+    """Rows of which only the last two tokens are actions, so that under context parallelism most ranks hold no member.
 
-    Streams are made up, as in ``make_rows``.
+    In the first ``everywhere`` rows all tokens from the third on are actions. Streams are made up, as in ``make_rows``.
     """
     rows: list[Row] = []
     for i in range(count):
@@ -156,22 +156,22 @@ def tail_rows(count: int = 6, length: int = 16, everywhere: int = 0) -> list[Row
 
 
 def _one_row(dice: Dice, length: int, vocab: int) -> Row:
-    """Tokens, flags, masks and weights of a row."""
+    """Draw the tokens, flags, masks and weights of a row."""
     action = [False] * min(dice.whole(1, 3), length - 2)
     observation = [False] * len(action)
     acting = True
     while len(action) < length:
         room = length - len(action)
         first = acting and not any(action)
-        # The first run leaves room for an observation after it.
+        # The first run of actions leaves room for an observation after it.
         run = min(dice.whole(1, 6), room - 1 if first and room > 1 else room)
         action += [acting] * run
-        # Now and then a token between turns is neither: a template token of the harness.
+        # Now and then a token between turns is neither action nor observation, like a token of a chat template.
         observation += [not acting and not (run > 2 and k == 0) for k in range(run)]
         acting = not acting
     keep = [not dice.chance(0.2) for _ in range(length)]
     for flags in (action, observation):
-        keep[flags.index(True)] = True  # no row loses a whole component to the user mask
+        keep[flags.index(True)] = True  # the user mask takes no whole component out of a row
     return {
         "tokens": [dice.whole(0, vocab - 1) for _ in range(length)],
         "action": action,
@@ -187,7 +187,7 @@ def _one_row(dice: Dice, length: int, vocab: int) -> Row:
 
 
 def _advantages(dice: Dice, length: int, sign: int) -> list[float]:
-    """Mostly of one sign, with some tokens of the other and some of exactly 0."""
+    """Draw advantages, mostly of the given sign, some of the other sign and some exactly 0."""
     size = dice.normal(length).abs() + 0.1
     values = [sign * float(x) for x in size]
     values = [-x if dice.chance(0.15) else x for x in values]

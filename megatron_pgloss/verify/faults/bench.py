@@ -1,7 +1,7 @@
-"""The self-test's layouts: few and small, chosen so that every fault has one where it must show.
+"""The self-test's layouts: few and small, chosen so that every fault has a layout where it must show.
 
-One model is built per layout and kept for all faults. The reference is the float64 oracle's; where Megatron's own
-losses are on, what they give on this layout beside Megatron's own cross entropy is added.
+One model is built per layout and used for all faults. The reference is the float64 oracle's answer; where Megatron's
+own losses are on, the gradient that they have on this layout beside Megatron's own cross entropy is added.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Bench:
     name: str
     layout: Scenario
     model: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the model that belong to the mathematics, the oracle's too."""
+    """Fields of the model's config that change its mathematics; the oracle's model gets them too."""
     own: Mapping[str, float] = field(default_factory=dict)
-    """Coefficients of losses that Megatron adds by itself."""
+    """Coefficients of losses that Megatron itself adds."""
 
 
 BENCHES = (
@@ -56,7 +56,7 @@ BENCHES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A layout with its model, its rows and the right answer."""
+    """A layout whose model is built, with its rows and the right answer."""
 
     layout: Scenario
     chunks: list[Any]
@@ -66,7 +66,7 @@ class Opened:
     place: Place
 
     def step(self) -> dict[str, float]:
-        """One whole step: the largest relative errors of loss, gradient and metrics. A collective."""
+        """Run one whole step, and return the largest relative errors of loss, gradient and metrics. A collective."""
         loss, reference, numbers = self.answer
         config = self.chunks[0].config
         scale = config.grad_scale_func
@@ -83,14 +83,14 @@ class Opened:
 
 @contextlib.contextmanager
 def opened(one: Bench) -> Iterator[Opened]:
-    """The layout, for the length of the block. A collective."""
+    """Build the layout for the length of the block. A collective."""
     fields = {**SMALL, "vocab_size": one.layout.vocab, **one.model}
     layout = replace(
         one.layout, model={**fields, **one.own}, world=dist.get_world_size(),
         options={"vocab_size": one.layout.vocab, "allow_routed_padding": True},
     )  # fmt: skip
     default = torch.get_default_dtype()
-    # Megatron makes learned positions, and the scale of its own losses, in torch's default dtype.
+    # Megatron creates learned positions and the scale of its own losses in torch's default dtype.
     torch.set_default_dtype(torch.float64)
     try:
         rows, answer = _asked(one, fields)
@@ -106,14 +106,14 @@ def opened(one: Bench) -> Iterator[Opened]:
 
 
 def _asked(one: Bench, fields: Mapping[str, Any]) -> tuple[list[Row], Answer]:
-    """Rows and the oracle's answer, which the first rank gives to all. A collective."""
+    """Rows and the oracle's answer, which the first rank sends to all. A collective."""
     chunks, model_fn = oracle_model(**fields)
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         rows = rows_of_step(
             0, model_fn, vocab=one.layout.vocab, temperature=one.layout.temperature, n_prompts=2, max_length=24
         )
-        # The first token of some is marked as an answer of the environment; nothing predicts it.
+        # In every other row the first token is marked as an observation, although nothing predicts it.
         rows = [row | {"observation": [i % 2 == 0, *row["observation"][1:]]} for i, row in enumerate(rows)]
         loss, gradients, numbers = oracle_answer(chunks, model_fn, rows, rich())
         parts = {name: float(value) for name, value in numbers["components"].items()}
@@ -125,7 +125,7 @@ def _asked(one: Bench, fields: Mapping[str, Any]) -> tuple[list[Row], Answer]:
 
 
 def _own(layout: Scenario, chunks: list[Any], where: Any, rows: list[Row]) -> dict[str, torch.Tensor]:
-    """Gradient of Megatron's own losses on this layout."""
+    """Gradient of the losses that Megatron itself adds on this layout."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     step, more = make_step(layout, chunks, rich())
@@ -141,7 +141,7 @@ def _own(layout: Scenario, chunks: list[Any], where: Any, rows: list[Row]) -> di
 
 
 def _place(one: Bench, layout: Scenario, where: Any) -> Place:
-    """What the faults' conditions read."""
+    """The facts about layout and rank that the faults' conditions read."""
     return Place(
         tp=where.tp, cp=where.cp, pp=where.pp, vpp=where.vpp, dp=where.dp, tp_rank=where.tp_rank,
         cp_rank=where.cp_rank, dp_rank=where.dp_rank, workers=where.dp - layout.empty_rank,

@@ -1,4 +1,4 @@
-"""A fault: one named function of the product made wrong on purpose, and on which layouts that must show.
+"""A fault: one named function of the package made wrong on purpose, and the layouts on which that must show.
 
 The package's own functions are replaced where they are looked up, on every rank alike, for the length of one step.
 """
@@ -17,12 +17,12 @@ from typing import Any
 from megatron_pgloss.errors import SpecError
 
 PACKAGE = "megatron_pgloss"
-_JUDGES = f"{PACKAGE}.verify"  # what judges is never patched
+_JUDGES = f"{PACKAGE}.verify"  # the judging code is never patched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One rank of one layout, as far as a fault's conditions and its replacement need to know."""
+    """The facts about one rank of one layout that a fault's conditions and its replacement may need."""
 
     tp: int
     cp: int
@@ -40,7 +40,7 @@ class Place:
     """DDP averages inside its collective."""
     experts: bool
     auxiliary: bool
-    """Megatron's own losses (MoE aux, z) are on."""
+    """Megatron's own losses (MoE auxiliary and z-loss) are on."""
     learned_positions: bool
     temperature: bool
     padded_vocabulary: bool
@@ -85,15 +85,16 @@ Make = Callable[[Callable[..., Any], Place], Callable[..., Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One way to be wrong.
+    """One mistake, made in one function of the package.
 
     Args:
-        name: for tables.
+        name: the fault's name in tables.
         target: ``module:qualified.name`` of a function, method, property or static method of the package.
         imitates: the mistake, in one line.
-        make: from the right function (a property's getter) and the place to the wrong one.
-        shows: the layouts on which it must be seen; on all others the step must stay as right as without it.
-        skip: layouts that are not visited, and ``why``.
+        make: a function from the right function (of a property its getter) and the place to the wrong function.
+        shows: the layouts on which the fault must be seen; on all others the step must stay as exact as without it.
+        skip: the layouts on which the fault is not tried.
+        why: the reason why it is not tried there.
     """
 
     name: str
@@ -106,7 +107,7 @@ class Fault:
 
 
 class Calls:
-    """How often a replaced function ran."""
+    """Counts how often a replaced function ran."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -114,7 +115,7 @@ class Calls:
 
 @contextlib.contextmanager
 def injected(fault: Fault, at: Place) -> Iterator[Calls]:
-    """The fault, for the length of the block, wherever the package looks its target up.
+    """Put in the fault for the length of the block, wherever the package looks up its target.
 
     Raises:
         SpecError: the target does not exist.
@@ -133,7 +134,7 @@ def injected(fault: Fault, at: Place) -> Iterator[Calls]:
 
 
 def find(target: str) -> tuple[Any, str, Any]:
-    """Owner, name and raw value (a property stays one) of ``module:qualified.name``.
+    """Owner, name and raw value (a property is not evaluated) of ``module:qualified.name``.
 
     Raises:
         SpecError: no such module, attribute or kind of function.
@@ -148,15 +149,15 @@ def find(target: str) -> tuple[Any, str, Any]:
             f"a fault's target does not exist: {target}",
             expected="module:function or module:Class.method of the package",
             got=f"{type(error).__name__}: {error}",
-            fix="name the function that took its place",
+            fix="name the function that replaced it",
         ) from error
     if not (inspect.isfunction(original) or isinstance(original, property | staticmethod | classmethod)):
-        raise SpecError("a fault's target is no function", expected=target, got=type(original).__name__)
+        raise SpecError("a fault's target is not a function", expected=target, got=type(original).__name__)
     return owner, name, original
 
 
 def _like(original: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """The changed function in the wrapping of the original."""
+    """Change the function, and wrap the result as the original is wrapped (property, static or class method)."""
     if isinstance(original, property):
         assert original.fget is not None
         return property(change(original.fget))
@@ -175,7 +176,7 @@ def _counted(function: Callable[..., Any], wrong: Callable[..., Any], calls: Cal
 
 
 def _names_of(function: Any) -> list[tuple[Any, str]]:
-    """Every module of the package and name in it under which ``function`` is looked up."""
+    """Every (module of the package, name in it) under which ``function`` is looked up."""
     modules = [
         module
         for name, module in list(sys.modules.items())

@@ -1,6 +1,6 @@
-"""Faults of plan, objective and metrics: what any trainer can get wrong. `T` tokens, `N` positions of a micro-batch.
+"""Faults of plan, objective and metrics, which any trainer can have. `T` tokens, `N` positions of a micro-batch.
 
-Each replacement stays close to a mistake that was made somewhere; none raises on one rank alone.
+Each replacement is close to a mistake that some trainer had; none raises on one rank alone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _masks_not_taken(right: Any, at: Place) -> Any:
 def _numerator_unmasked(right: Any, at: Place) -> Any:
     def wrong(batch: Any, component: Any, spec: Any, *more: Any) -> Any:
         tokens = right(batch, component, spec, *more)
-        # Inside turns that still have a member: the divisor of an emptied one is 0, which would be another fault.
+        # Only inside turns that still have a member: the divisor of an emptied turn is 0, which would be another fault.
         turn_T = batch.seq_T * (int(batch.turn_T.max()) + 2) + batch.turn_T
         member_T = tokens.base_T & torch.isin(turn_T, turn_T[tokens.member_T])
         return replace(tokens, member_T=member_T, factor_T=torch.where(tokens.member_T, tokens.factor_T, member_T))
@@ -84,7 +84,7 @@ def _padding_counted(right: Any, at: Place) -> Any:
 
 def _own_counts(right: Any, at: Place) -> Any:
     def wrong(spec: Any, rows: torch.Tensor) -> Any:
-        own = rows[at.dp_rank].expand_as(rows)  # dp times this rank's counts: what a wrapper that averages leaves
+        own = rows[at.dp_rank].expand_as(rows)  # dp times this rank's counts, as an averaging wrapper has it
         return right(spec, own if bool(own[0, FIELDS.index("rows")]) else rows)
 
     return wrong

@@ -1,6 +1,6 @@
-"""Faults of ranks: Megatron's factors, context and tensor parallelism, packing, metrics of several ranks.
+"""Faults that need several ranks: Megatron's factors, context and tensor parallelism, packing, metrics over ranks.
 
-`N` positions of a micro-batch or of its shard. Each replacement stays close to a mistake that was made somewhere; none
+`N` positions of a micro-batch or of its shard. Each replacement is close to a mistake that some trainer had; none
 raises on one rank alone.
 """
 
@@ -68,7 +68,7 @@ def _own_routed(right: Any, at: Place) -> Any:
 def _shared_scale(right: Any, at: Place) -> Any:
     def wrong(self: Any, batches: Any, **more: Any) -> Any:
         made = right(self, batches, **more)
-        # A factor of the policy loss goes through Megatron's loss scale, which scales every loss of the model.
+        # A factor of the policy loss is applied through Megatron's loss scale, which scales every loss of the model.
         self.config.grad_scale_func = lambda loss: loss * 3
         self.wrapper_factor *= 3
         return made

@@ -1,4 +1,4 @@
-"""What a self-test found, held against the table of faults: as a table and as JSON."""
+"""The findings of a self-test, compared with the table of faults; shown as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from megatron_pgloss.verify.run.findings import versions
 from megatron_pgloss.view.optional import require
 
 CLEAN, SEEN = 1e-10, 1e-6
-"""Largest error of a right step in float64, smallest error that counts as seen; nothing may lie between."""
+"""The largest error of a right step in float64, and the error above which a fault counts as seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One fault on one layout, the worst of all ranks."""
+    """One fault on one layout: the worst errors of all ranks."""
 
     loss: float = 0.0
     gradient: float = 0.0
     metric: float = 0.0
     """Largest relative error of the loss, of a parameter's gradient, of a metric."""
     error: str = ""
-    """What was raised, by our guards or by Megatron."""
+    """The error that our checks or Megatron raised; empty if there was none."""
     calls: int = 0
     """How often the replaced function ran, on all ranks."""
 
@@ -35,7 +35,7 @@ class Cell:
 
     @property
     def words(self) -> str:
-        """For the table: the error where it is seen."""
+        """The cell in the table: the worst error, ``refused``, or ``·`` where nothing is seen."""
         if self.error:
             return "refused"
         return f"{self.worst:.0e}" if self.worst > CLEAN else "·"
@@ -43,20 +43,20 @@ class Cell:
 
 @dataclass(slots=True, kw_only=True)
 class SelfTest:
-    """What was seen where; the same on every rank."""
+    """Every fault on every layout, as it was seen; the same on every rank."""
 
     layouts: list[str]
     faults: list[Fault]
     clean: dict[str, Cell] = field(default_factory=dict)
-    """Layout to the step without a fault."""
+    """Layout to the errors of the step without a fault."""
     cells: dict[tuple[str, str], Cell] = field(default_factory=dict)
-    """(fault, layout); a layout that the fault skips is missing."""
+    """(fault, layout) to what was seen; layouts that a fault skips are missing."""
     expected: dict[tuple[str, str], bool] = field(default_factory=dict)
-    """Whether the fault must be seen there."""
+    """(fault, layout) to whether the fault must be seen there."""
 
     @property
     def problems(self) -> list[str]:
-        """Where the run and the table of faults disagree; empty where all is well."""
+        """One line for each disagreement between the run and the table of faults; empty where all is well."""
         found = [
             f"without a fault, {name!r} is off by {cell.worst:.1e} {cell.error}".rstrip()
             for name, cell in self.clean.items()
@@ -67,7 +67,7 @@ class SelfTest:
             if not any(cell.calls for cell in here.values()):
                 found.append(f"{fault.name!r}: patch not reached, {fault.target} never ran")
             if not any(self.expected[fault.name, name] for name in here):
-                found.append(f"{fault.name!r}: seen by no layout, for it shows where {fault.shows.words}")
+                found.append(f"{fault.name!r}: no layout can see it: it shows where {fault.shows.words}")
             found += [line for name, cell in here.items() if (line := self._held(fault, name, cell))]
         return found
 
@@ -86,7 +86,7 @@ class SelfTest:
         return not self.problems
 
     def rows(self) -> list[list[str]]:
-        """A head, then one row for each fault: its name, where it shows, and what was seen on each layout."""
+        """A heading, then one row for each fault: its name, where it shows, and what was seen on each layout."""
         lines = [["none", "nowhere", *(self.clean[name].words for name in self.layouts)]]
         for fault in self.faults:
             cells = [self.cells.get((fault.name, name)) for name in self.layouts]
@@ -101,7 +101,7 @@ class SelfTest:
         return layouts + [f"{fault.name!r} is not run where {fault.skip.words}: {fault.why}" for fault in some]
 
     def show(self, console: Any) -> None:
-        """Print the table with rich, and what is off below it."""
+        """Print the table with rich, and the disagreements below it."""
         grid = require("rich.table", "verify").Table(box=None, header_style="dim")
         text = require("rich.text", "verify").Text
         head, *lines = self.rows()
@@ -118,7 +118,7 @@ class SelfTest:
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """The counts of the run, in one line."""
         expected, refused = sum(self.expected.values()), sum(bool(cell.error) for cell in self.cells.values())
         return (
             f"{len(self.faults)} faults on {len(self.layouts)} layouts: {expected} cells where one must be seen "
@@ -126,7 +126,7 @@ class SelfTest:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; an error that is not finite (nothing was measured) is None."""
+        """The findings as plain data for JSON; an error that is not finite (nothing was measured) is None."""
         faults = []
         for fault in self.faults:
             cells = {

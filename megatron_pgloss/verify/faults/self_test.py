@@ -1,8 +1,8 @@
-"""``verify --self-test``: would the harness see a mistake? Every fault is put in, on layouts that cover them all.
+"""``verify --self-test``: would the harness see a mistake? Every fault is put in, on layouts that cover all faults.
 
-The run is held to the table of faults in both directions: a fault must be seen on each layout where it shows, and the
-step must stay exact on each layout where it cannot. A fault that no layout sees, or whose function never ran, is a
-hole in the harness and fails the run.
+The run is compared with the table of faults in both directions: a fault must be seen on each layout where it shows, and
+the step must stay exact on each layout where it cannot show. A fault that no layout sees, or whose function never ran,
+is a hole in the harness and fails the run.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ Progress = Callable[[str, int, int], None]
 
 
 def self_test(args: argparse.Namespace) -> int:
-    """The command. Every launched rank calls it; those past the fourth sit out.
+    """Run the command. Every launched rank calls it; ranks after the fourth take no part.
 
     Args:
-        args: of ``verify``: ``device`` and ``json`` are read; layouts, specs and precision are the self-test's own.
+        args: the arguments of ``verify``. ``device`` and ``json`` are read; layouts, spec and precision must not be
+            given, for the self-test has its own.
 
     Returns:
         0, or 1 where the run and the table of faults disagree.
@@ -80,13 +81,13 @@ def put_in(
     """Visit every layout with every fault. A collective over the world.
 
     Args:
-        faults: what to put in.
+        faults: the faults to put in.
         benches: the layouts.
-        progress: called with (layout, layouts done, layouts in all) after each.
-        once: each fault on the first layout where it must be seen and on the first where it cannot show, no other.
+        progress: called after each layout, with (layout, layouts done, layouts in all).
+        once: try each fault on the first layout where it must be seen and on the first where it cannot show only.
 
     Returns:
-        What was seen where, the same on every rank; ``ok`` says whether the run was held to the table.
+        What was seen on each layout, the same on every rank; ``ok`` says whether the run agrees with the table.
 
     Raises:
         LayoutError: the world is not one of 4 processes.
@@ -114,16 +115,16 @@ def put_in(
 
 
 def _attempt(layout: Opened, fault: Fault) -> tuple[dict[str, float], str, int]:
-    """Errors of one step on this rank, what it raised, and how often the fault ran."""
+    """Errors of one step on this rank, the text of an error that it raised, and how often the wrong function ran."""
     with injected(fault, layout.place) as calls:
         try:
             return layout.step(), "", calls.count
-        except (PGLossError, RuntimeError) as error:  # our guards; torch's, through Megatron
+        except (PGLossError, RuntimeError) as error:  # ours, or torch's through Megatron
             return {}, f"{type(error).__name__}: {error}", calls.count
 
 
 def _agreed(errors: dict[str, float], raised: str, calls: int) -> Cell:
-    """The worst of all ranks. A collective."""
+    """The worst errors of all ranks. A collective."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (errors, raised, calls))
     worst = {

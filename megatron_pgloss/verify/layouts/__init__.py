@@ -1,1 +1,1 @@
-"""Which layouts there are, and real models on them, with weights and gradients that do not depend on the layout."""
+"""The table of layouts, and real models on them, whose weights and gradients are compared as whole tensors."""

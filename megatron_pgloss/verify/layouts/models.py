@@ -1,4 +1,4 @@
-"""Small real Megatron-Core models (GPT, Hybrid), for every layout and both devices."""
+"""Small real Megatron-Core models (GPT, Hybrid), for every layout, on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What ``build_gpt`` and ``build_hybrid`` build. Sizes of parallel dimensions come from ``parallel_state``."""
+    """The model that ``build_gpt`` or ``build_hybrid`` builds. Sizes of parallel dimensions come from
+    ``parallel_state``.
+    """
 
     vocab_size: int
-    """True vocabulary; the model's is this rounded up to ``vocab_multiple * tp``."""
+    """Number of real tokens; the model's vocabulary is this rounded up to a multiple of ``vocab_multiple * tp``."""
     seq_length: int
     """Longest row, before context parallelism."""
     hidden: int = 32
@@ -35,49 +37,50 @@ class ModelConfig:
     """Key/value heads; None: as many as ``heads``."""
     ffn: int = 64
     dtype: torch.dtype = torch.float64
-    """Of parameters and activations. bf16 and fp16 are wrapped in Float16Module, with float32 gradients."""
+    """Dtype of parameters and activations. bf16 and fp16 models are wrapped in Float16Module, with float32 gradients.
+    """
     norm: str = "RMSNorm"
     position: str = "rope"
     """``rope``, ``learned_absolute`` or ``none``."""
     tied: bool = False
-    """Output layer shares the embedding's weight."""
+    """The output layer shares the embedding's weight."""
     gated: bool = True
     """SwiGLU instead of GELU."""
     bias: bool = False
     vocab_multiple: int = 1
     pattern: str | None = None
-    """Of ``build_hybrid``: one letter a layer, ``*`` attention, ``-`` MLP, ``E`` experts; None: ``*-`` again and again.
-    """
+    """For ``build_hybrid``: one letter per layer, ``*`` attention, ``-`` MLP, ``E`` experts; None: ``*-`` repeated."""
     experts: int | None = None
     topk: int = 2
     moe_ffn: int | None = None
     moe_aux_coeff: float = 0.0
     moe_z_coeff: float = 0.0
     moe_dispatcher: str | None = None
-    """Default: ``allgather``, or ``alltoall`` where ``variable_seq_lengths`` demands it."""
+    """None: ``allgather``, or ``alltoall`` where ``variable_seq_lengths`` demands it."""
     sequence_parallel: bool = False
     per_token_loss: bool = False
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
     average_in_collective: bool = False
     bucket_size: int | None = None
-    """Parameters per gradient bucket, where ``overlap_grad_reduce`` makes more than one."""
+    """Parameters per gradient bucket; there are several buckets under ``overlap_grad_reduce`` only."""
     variable_seq_lengths: bool = False
     batch_p2p_comm: bool | None = None
-    """Default: True, but False at PP 2 with VPP, where True swaps messages (megatron-core does not refuse it)."""
+    """None: True, but False at PP 2 with VPP, where True swaps messages (megatron-core does not refuse it)."""
     recompute: str | None = None
     """``full`` or ``selective``."""
     wrap: bool = True
     """Wrap each chunk in Megatron's DistributedDataParallel."""
     layer_spec: str = "auto"
-    """``own`` (plain torch, any device), ``local``, ``te``; auto: own on CPU, else te, local or own, what is
-    possible.
+    """``own`` (plain torch, any device), ``local`` or ``te``. ``auto`` is ``own`` on CPU; on a GPU it is ``te`` where
+    Transformer Engine is installed and the dtype is not float64, else ``local``, or ``own`` where context or sequence
+    parallelism rules out ``local``.
     """
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """More fields of ``TransformerConfig``, by their own names."""
+    """Further fields of ``TransformerConfig``, by their own names."""
 
     def padded_vocab(self, tp: int) -> int:
-        """Vocabulary of the model at tensor-parallel size ``tp``."""
+        """The model's vocabulary, padding included, at tensor-parallel size ``tp``."""
         unit = self.vocab_multiple * tp
         return math.ceil(self.vocab_size / unit) * unit
 
@@ -101,7 +104,7 @@ def build_gpt(config: ModelConfig | None = None, /, **changes: Any) -> list[torc
 
 
 def build_hybrid(config: ModelConfig | None = None, /, **changes: Any) -> list[torch.nn.Module]:
-    """The same with a real ``HybridModel``: attention and MLP layers of their own, in the order of ``pattern``.
+    """`build_gpt` with a real ``HybridModel``: attention and MLP are separate layers, in the order of ``pattern``.
 
     Raises:
         UnsupportedError: megatron-core before 0.18, which has no HybridModel.
@@ -112,7 +115,9 @@ def build_hybrid(config: ModelConfig | None = None, /, **changes: Any) -> list[t
     shape = _shape(config, changes)
     pattern = ("*-" * shape.layers)[: shape.layers] if shape.pattern is None else shape.pattern
     if len(pattern) != shape.layers:
-        raise SpecError("the pattern has a letter for each layer", expected=f"{shape.layers} letters", got=pattern)
+        raise SpecError(
+            "the pattern must have one letter for each layer", expected=f"{shape.layers} letters", got=pattern
+        )
     return _build(dataclasses.replace(shape, pattern=pattern), _hybrid)
 
 
@@ -173,7 +178,7 @@ def _transformer_config(shape: ModelConfig, where: Axes) -> Any:
         deallocate_pipeline_outputs=True,
         gradient_accumulation_fusion=False,
         moe_token_dispatcher_type=shape.moe_dispatcher or ("alltoall" if shape.variable_seq_lengths else "allgather"),
-        # 1F1B with overlapped messages is only for interleaved schedules with unbatched messages.
+        # megatron-core overlaps messages in interleaved schedules with unbatched messages only.
         batch_p2p_comm=shape.batch_p2p_comm
         if shape.batch_p2p_comm is not None
         else not (where.pp == 2 and where.vpp > 1),
@@ -216,7 +221,7 @@ def _layer_spec(shape: ModelConfig, config: Any, vp_stage: int | None) -> Any:
 
 
 def _common(shape: ModelConfig, config: Any, where: Axes, vp_stage: int | None) -> dict[str, Any]:
-    """Arguments that both kinds of model take."""
+    """The constructor arguments that both kinds of model take."""
     return dict(
         config=config,
         vocab_size=shape.padded_vocab(where.tp),

@@ -1,4 +1,4 @@
-"""Megatron's parallel state for one layout after another, in one world."""
+"""Set up and tear down Megatron's parallel state, so that one world can visit one layout after another."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron_pgloss.megatron.cpu import enable_cpu
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """Sizes of this run's parallel dimensions, and where this process stands in each.
+    """Sizes of the layout's parallel dimensions, and this process's rank in each.
 
-    ``dp`` counts without context parallelism. Global rank, fastest first: tp, cp, ep, dp, pp.
+    ``dp`` does not include context parallelism. The global rank counts tp fastest, then cp, ep, dp and pp.
     """
 
     tp: int
@@ -40,7 +40,7 @@ class Axes:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this pipeline rank holds the output layer, and so sees logits."""
+        """Whether this pipeline rank holds the output layer, and so computes logits."""
         return self.pp_rank == self.pp - 1
 
 
@@ -55,7 +55,8 @@ def init_parallel(
     seed: int = 1234,
     **more: Any,
 ) -> Axes:
-    """Set up Megatron's ``parallel_state`` for one layout; data parallelism is what is left of the world.
+    """Set up Megatron's ``parallel_state`` for one layout; the data-parallel size is what the other sizes leave of the
+    world.
 
     ``torch.distributed`` must be initialised. Without CUDA, ``enable_cpu`` is called first. One world may visit
     many layouts, with ``destroy_parallel`` between them.
@@ -97,7 +98,7 @@ def init_parallel(
 
 
 def axes() -> Axes:
-    """Where this process stands, read from ``parallel_state``."""
+    """This process's sizes and ranks, read from ``parallel_state``."""
     from megatron.core import parallel_state as ps
 
     return Axes(
@@ -125,13 +126,14 @@ def _world_timeout() -> datetime.timedelta:
 def destroy_parallel() -> None:
     """End this layout and close its process groups, so that the next can be set up in the same world.
 
-    Every rank calls it (it waits for all of them: a group must not close while a peer is still in it).
+    Every rank calls this. It waits for all of them, because a group must not close while a peer still uses it.
     """
     from megatron.core import parallel_state
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    # Megatron only forgets its groups, and each open gloo group keeps two threads: sixty layouts would leave thousands.
+    # Megatron drops its references to the groups without closing them, and each open gloo group keeps two threads:
+    # sixty layouts would leave thousands of threads.
     groups = [group for group in getattr(parallel_state, "_global_process_group_list", None) or [] if group]
     parallel_state.destroy_model_parallel()
     dist.barrier()

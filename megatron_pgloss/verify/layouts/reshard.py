@@ -1,7 +1,7 @@
-"""Between this layout's shards and full tensors that know no layout: parameters and gradients, both ways.
+"""Convert parameters and gradients between this layout's shards and full tensors that do not depend on the layout.
 
-``placements`` is the one table of what each parameter is: its name in the whole model, the full tensor's shape, and
-which rows or columns of it this rank holds. Weights, gradients and loading all read it.
+``placements`` says of each parameter its name in the whole model, the full tensor's shape, and which rows or columns of
+the full tensor this rank holds. Setting weights, gathering gradients and loading all read it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch.distributed as dist
 from megatron_pgloss.errors import DataError, LayoutError
 
 Piece = tuple[int, int, int]
-"""Start in the local tensor, start in the full tensor, length; along the cut dimension."""
+"""(Start in the local tensor, start in the full tensor, length) along the dimension that is cut over ranks."""
 
-# Transformer Engine fuses a norm into the linear layer behind it; the names of the plain modules are the global ones.
+# Transformer Engine fuses a norm into the linear layer after it. Global names are those of the unfused modules.
 _RENAMED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
@@ -39,7 +39,7 @@ class Placement:
     tied: bool = False
 
     def cut(self, full: torch.Tensor) -> Iterable[tuple[slice, torch.Tensor]]:
-        """Slices of the local tensor along ``dim``, each with the part of ``full`` that belongs there."""
+        """Yield slices of the local tensor along ``dim``, each with the part of ``full`` that belongs there."""
         for local, start, length in self.pieces:
             yield slice(local, local + length), full.narrow(self.dim, start, length)
 
@@ -52,7 +52,7 @@ class Placement:
 
 
 def unwrap(chunk: torch.nn.Module) -> Any:
-    """The GPTModel inside DDP and Float16Module."""
+    """The model inside DDP and Float16Module."""
     inner: Any = chunk
     while hasattr(inner, "module"):
         inner = inner.module
@@ -71,7 +71,9 @@ def placements(chunks: torch.nn.Module | Sequence[torch.nn.Module]) -> list[Plac
 
 
 def _dead(model: Any, name: str) -> bool:
-    """A last stage that holds the embedding for multi-token prediction reads a tied head from it; its own is unused."""
+    """Whether the parameter is unused: a last stage that holds the embedding for multi-token prediction reads a tied
+    head from the embedding, and not from its own output layer.
+    """
     at_head = name == "output_layer.weight" and model.share_embeddings_and_output_weights
     return at_head and getattr(model, "mtp_process", False) and not model.pre_process
 
@@ -81,7 +83,7 @@ def _place(model: Any, name: str, param: torch.nn.Parameter) -> Placement:
 
     tied = bool(model.share_embeddings_and_output_weights)
     is_expert = ".experts." in name
-    is_fc1 = ".linear_fc1." in name  # before the name of a fused norm changes
+    is_fc1 = ".linear_fc1." in name  # asked before fused norms are renamed
     size, rank = ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
     if is_expert:
         size, rank = ps.get_expert_tensor_parallel_world_size(), ps.get_expert_tensor_parallel_rank()
@@ -118,7 +120,7 @@ def _global_name(model: Any, name: str, tied: bool) -> str:
     first = ps.get_expert_model_parallel_rank() * (model.config.num_moe_experts or 0)
     first //= ps.get_expert_model_parallel_world_size()
     name = re.sub(r"(?<=\.local_experts\.)\d+", lambda found: str(int(found[0]) + first), name)
-    # Grouped experts keep theirs side by side in one module: linear_fc1.weight0, weight1, ...
+    # Grouped experts keep their weights side by side in one module: linear_fc1.weight0, weight1, ...
     name = re.sub(
         r"\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)$",
         lambda found: f".experts.local_experts.{int(found[2]) + first}.{found[1]}",
@@ -132,8 +134,8 @@ def _global_name(model: Any, name: str, tied: bool) -> str:
 def load_full(chunks: torch.nn.Module | Sequence[torch.nn.Module], full: dict[str, torch.Tensor]) -> None:
     """Set this rank's parameters from full tensors, as ``full_parameters`` gives them on any other layout.
 
-    Every rank must hold every tensor it needs; no communication. An optimizer's own float32 copies are not touched:
-    have it reload them.
+    Every rank must hold every tensor that it needs; there is no communication. An optimizer's float32 copies are not
+    changed: have the optimizer reload them.
 
     Raises:
         DataError: a tensor is missing or has another shape.
@@ -161,9 +163,9 @@ def full_parameters(chunks: torch.nn.Module | Sequence[torch.nn.Module]) -> dict
 def full_gradients(chunks: torch.nn.Module | Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     """Full gradients by global name, float64 on CPU, the same dictionary on every rank. Collective over the world.
 
-    Read from ``main_grad`` (from ``.grad`` without DDP) after ``finalize_model_grads``. Under the distributed
-    optimizer, whose reduce-scatter leaves each rank one shard of every bucket, the shards are gathered first.
-    Buffers are left as they are.
+    Gradients are read from ``main_grad`` (without DDP from ``.grad``) after ``finalize_model_grads``. Under the
+    distributed optimizer, whose reduce-scatter leaves each rank one shard of every bucket, the shards are gathered
+    first. Gradient buffers are not changed.
 
     Raises:
         LayoutError: ranks that hold the same part disagree (a gradient was not reduced), or a part is held by none.
@@ -191,7 +193,7 @@ def _local_gradients(chunk: Any) -> dict[torch.nn.Parameter, torch.Tensor]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
-    """A piece that one rank holds: what it is, without its numbers."""
+    """The description of a piece of a full tensor that one rank holds, without its numbers."""
 
     name: str
     full_shape: tuple[int, ...]
@@ -238,7 +240,7 @@ def _assemble(
 
 
 def _exchange(is_double: bool, parts: list[_Part], flat: torch.Tensor) -> list[tuple[bool, list[_Part], torch.Tensor]]:
-    """Every rank's description and numbers, on CPU. Numbers travel as one tensor: pickling each costs far more."""
+    """Every rank's descriptions and numbers, on CPU. Numbers travel as one tensor: pickling them costs far more."""
     described: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(described, (is_double, parts))
     sizes = [sum(math.prod(part.shape) for part in items) for _, items in described]
@@ -253,7 +255,7 @@ def _check_replica(name: str, first: tuple[int, torch.Tensor], other: tuple[int,
     if torch.allclose(first[1], other[1], rtol=0.0, atol=limit, equal_nan=True):
         return
     raise LayoutError(
-        f"ranks disagree on {name}, of which they hold the same part",
+        f"ranks that hold the same part of {name} disagree on it",
         expected=f"a difference of at most {limit:.1e}",
         got=f"{(first[1] - other[1]).abs().max().item():.3e}",
         where=f"ranks {first[0]} and {other[0]}",

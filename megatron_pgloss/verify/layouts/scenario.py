@@ -1,4 +1,4 @@
-"""One scenario: sizes of the parallel dimensions, how the model is wrapped, and how the data lies on the ranks."""
+"""`Scenario`: sizes of the parallel dimensions, how the model is wrapped, and how the rows lie on the ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXPERTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """Which model and rows a layout is compared on: the oracle answers once for each."""
+    """The model and rows that a layout is compared on. The oracle answers once for each `Data`."""
 
     kind: str = "gpt"
     tied: bool = False
@@ -30,11 +30,11 @@ class Data:
 class Scenario:
     """One layout, the model on it, and how the data lies on its ranks.
 
-    Data parallelism is what is left: ``world / (tp * pp * cp)``.
+    The data-parallel size is ``world / (tp * pp * cp)``.
     """
 
     world: int | None = None
-    """Processes; None: as many as there are."""
+    """Number of processes; None: all that there are."""
     tp: int = 1
     sp: bool = False
     """Sequence parallelism."""
@@ -55,38 +55,39 @@ class Scenario:
     variable_lengths: bool = False
     """``variable_seq_lengths``."""
     head: str = "given"
-    """Of `PolicyLossStep`: log-probs from the model's logits, or by the fused head."""
+    """``head`` of `PolicyLossStep`: ``given`` takes log-probs from the model's logits, all others use the fused head.
+    """
     own: str = ""
-    """``moe`` or ``mtp``: not the policy loss but that of Megatron itself is compared
+    """``moe`` or ``mtp``: compare a loss that Megatron itself adds instead of the policy loss
     (`megatron_pgloss.verify.run.visit_own`)."""
     loss_scale: float = 1.0
-    """fp16's, by ``config.grad_scale_func``."""
+    """Loss scale as fp16 training has it, set by ``config.grad_scale_func``."""
     collection: bool = False
-    """Process groups are handed over as a ``pg_collection``, to the step and to the schedule."""
+    """The step and the schedule get their process groups as a ``pg_collection``."""
     kind: str = "gpt"
-    """Which of `megatron_pgloss.verify.layouts.models`."""
+    """Kind of model, ``gpt`` or ``hybrid`` (`megatron_pgloss.verify.layouts.models`)."""
     tied: bool = False
-    """Output layer shares the embedding's weight."""
+    """The output layer shares the embedding's weight."""
     experts: int = 0
-    """0: dense."""
+    """Number of experts; 0: a dense model."""
     layers: int | None = None
-    """Of the model; None: `megatron_pgloss.verify.layouts.models.ModelConfig`'s."""
+    """Number of layers; None: the default of `megatron_pgloss.verify.layouts.models.ModelConfig`."""
     vocab: int = VOCAB
-    """The tokenizer's; the model's is rounded up to a multiple of ``tp``."""
+    """The tokenizer's vocabulary; the model's is this rounded up to a multiple of ``tp``."""
     temperature: bool = False
     """Every token has a sampling temperature of its own."""
     tail: bool = False
-    """Rows whose actions lie at their very end: context-parallel ranks without a member."""
+    """Rows whose actions are their last tokens, so that some context-parallel ranks hold no member."""
     shuffle: int = 0
-    """Seed of another order of each rank's rows, so of another packing; 0: as they come."""
+    """Seed of a random order of each rank's rows, which changes the packing; 0: the order in which rows are made."""
     empty_rank: bool = False
     """The last data-parallel rank has no rows."""
     alone: bool = False
-    """The first data-parallel rank has all rows: the same model as in one process."""
+    """The first data-parallel rank has all rows."""
     model: Mapping[str, Any] = field(default_factory=dict)
-    """More fields of the model's config (`megatron_pgloss.verify.layouts.models.ModelConfig`)."""
+    """Further fields of the model's config (`megatron_pgloss.verify.layouts.models.ModelConfig`)."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """More options of `PolicyLossStep`."""
+    """Further options of `PolicyLossStep`."""
 
     @property
     def packed(self) -> bool:
@@ -100,12 +101,12 @@ class Scenario:
 
     @property
     def dp(self) -> int | None:
-        """Data-parallel size, without context parallelism; None where the world is not said."""
+        """Data-parallel size, without context parallelism; None where ``world`` is None."""
         return None if self.world is None else self.world // self.model_ranks
 
     @property
     def data(self) -> Data:
-        """What it is compared on."""
+        """The model and rows that this layout is compared on."""
         return Data(
             kind=self.kind, tied=self.tied, temperature=self.temperature, vocab=self.vocab, experts=self.experts,
             layers=self.layers, tail=self.tail,
@@ -113,19 +114,21 @@ class Scenario:
 
     @property
     def ranks_key(self) -> tuple[Any, ...]:
-        """(tp, sp, pp, vpp, cp, format, ep, dp, distributed optimizer): what makes two layouts of ranks different."""
+        """(tp, sp, pp, vpp, cp, format, ep, dp, distributed optimizer): two layouts of ranks differ if one of these
+        does.
+        """
         form = "thd" if self.packed else "bshd"
         optimizer = self.distributed_optimizer
         return self.tp, self.sp, self.pp, self.vpp or 1, self.cp, form, self.ep, self.dp, optimizer
 
     @property
     def model_axes(self) -> tuple[str, ...]:
-        """The model axes above 1."""
+        """Those of tp, pp, cp and ep whose size is above 1."""
         return tuple(axis for axis in ("tp", "pp", "cp", "ep") if getattr(self, axis) > 1)
 
     @property
     def config(self) -> dict[str, Any]:
-        """Fields of the model's config."""
+        """Fields of the model's `ModelConfig`."""
         fields: dict[str, Any] = dict(vocab_size=self.vocab, seq_length=64, per_token_loss=self.per_token)
         fields |= {"sequence_parallel": True} if self.sp else {}
         fields |= {"distributed_optimizer": True} if self.distributed_optimizer else {}
@@ -137,7 +140,7 @@ class Scenario:
         fields |= dict(experts=self.experts, topk=2) if self.experts else {}
         fields |= {"layers": self.layers} if self.layers else {}
         fields |= dict(moe_aux_coeff=0.1, moe_z_coeff=0.01) if self.own == "moe" else {}
-        # Two prediction layers: what the second one sees depends on the first.
+        # Two prediction layers: the input of the second depends on the first.
         fields |= {"extra": dict(mtp_num_layers=2, mtp_loss_scaling_factor=0.3)} if self.own == "mtp" else {}
         return fields | dict(self.model)
 
@@ -151,7 +154,7 @@ class Scenario:
 
     @property
     def name(self) -> str:
-        """For tables: every axis above 1, and what else is not the default."""
+        """The name in tables: every axis above 1, and every other setting that is not the default."""
         axes = ["tp", "pp", "vpp", "cp", "ep"]
         words = [f"{axis}{getattr(self, axis)}" for axis in axes if (getattr(self, axis) or 1) > 1]
         words += ["sp"] if self.sp else []

@@ -1,8 +1,8 @@
 """The table of layouts, by the number of processes they take.
 
-Hidden size 32, a layer for each stage and no less than two. A layout of a larger world is slower and no other in kind,
-so the worlds of one, two and four hold most of them. Megatron-Core's own limits: averaging collectives not in per-token
-mode, tensor parallelism with experts only under sequence parallelism.
+Models have hidden size 32, and one layer for each stage but at least two. A layout of a larger world is slower and
+shows nothing new in kind, so most layouts take one, two or four processes. The table respects Megatron-Core's limits:
+no averaging collectives in per-token mode, and tensor parallelism with experts only under sequence parallelism.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ LAYOUTS: dict[int, tuple[Scenario, ...]] = {
         dict(pp=4, tied=True, split=ROW, per_token=True),
         dict(pp=2, vpp=2),
         dict(pp=2, vpp=2, empty_rank=True, per_token=True),
-        # Three micro-batches, which the interleaved schedule does not accept: a fourth is made.
+        # Rows for three micro-batches, which the interleaved schedule does not accept: the plan makes four.
         dict(pp=2, vpp=2, overlap=True, split=Split(sequences=3)),
         dict(pp=2, vpp=2, tied=True, distributed_optimizer=True, per_token=True),
         dict(cp=2),
@@ -151,10 +151,10 @@ LAYOUTS: dict[int, tuple[Scenario, ...]] = {
         dict(ep=2, tp=2, sp=True, pp=2, **MOE),
     ),
 }
-"""Processes to layouts; names are unique. What the installed megatron-core does not have (HybridModel before 0.18,
-multi-token prediction without labels before 0.19) is not in it."""
+"""Number of processes to layouts. Names are unique. Layouts that the installed megatron-core cannot build (HybridModel
+before 0.18, multi-token prediction without labels before 0.19) are left out."""
 
 
 def every_layout(worlds: Iterable[int] = LAYOUTS) -> list[Scenario]:
-    """The table in one list, larger worlds first."""
+    """All layouts of the table in one list, those of larger worlds first."""
     return [layout for world in sorted(worlds, reverse=True) for layout in LAYOUTS[world]]

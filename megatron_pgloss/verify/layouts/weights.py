@@ -1,6 +1,4 @@
-"""Weights that are a function of a parameter's global name and a seed, so that every layout starts from the same
-model.
-"""
+"""Weights as a function of a parameter's global name and a seed, so that every layout starts from the same model."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import torch
 from megatron_pgloss.verify.layouts.reshard import Placement, placements
 
 _PADDING = 0.5
-"""Value of padded vocabulary rows: far enough from nothing that a loss which forgets to exclude them shows."""
+"""Value of padded vocabulary rows: so far from 0 that a loss which does not exclude these columns is visibly wrong."""
 
 
 def deterministic_weights(
@@ -20,16 +18,16 @@ def deterministic_weights(
 ) -> None:
     """Set every parameter to its part of a full tensor made from (global name, seed) alone, in place.
 
-    Matrices are normal with standard deviation ``1 / sqrt(fan_in)``, an untied embedding with 1, norms are
-    ``1 + 0.1 n``, biases ``0.1 n``: logits of a small model come out with a deviation of about one. Numbers are drawn
-    in float64 and rounded to the parameter's dtype. No communication.
+    Matrices are normal with standard deviation ``1 / sqrt(fan_in)``, an untied embedding with deviation 1; norm weights
+    are ``1 + 0.1 n`` and biases ``0.1 n`` with n standard normal. The logits of a small model then have a deviation of
+    about one. Numbers are drawn in float64 and rounded to the parameter's dtype. There is no communication.
 
     Args:
         chunks: this rank's model or chunks, wrapped or not.
-        seed: another seed, another model (a reference, say).
-        std: deviation of all matrices instead.
+        seed: another seed gives another model (a reference model, say).
+        std: standard deviation of all matrices, embedding included; None: the deviations above.
     """
-    drawn: dict[str, torch.Tensor] = {}  # a tied weight is met twice where both stages share a rank
+    drawn: dict[str, torch.Tensor] = {}  # a tied weight comes twice where one rank holds both stages
     for place in placements(chunks):
         if place.name not in drawn:
             drawn[place.name] = full_tensor(place, seed=seed, std=std)
@@ -40,7 +38,7 @@ def deterministic_weights(
 
 
 def full_tensor(place: Placement, *, seed: int = 0, std: float | None = None) -> torch.Tensor:
-    """The full float64 tensor for one parameter, on CPU."""
+    """Draw the full float64 tensor of one parameter, on CPU."""
     digest = hashlib.blake2b(f"{seed}/{place.name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     noise = torch.randn(place.full_shape, dtype=torch.float64, generator=generator)

@@ -1,1 +1,1 @@
-"""The command: visit layouts, run every loss on each, and hold what comes out against the oracle."""
+"""The command ``verify``: visit layouts, run every loss on each, and compare the results with the oracle's."""

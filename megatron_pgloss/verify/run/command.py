@@ -1,4 +1,4 @@
-"""The command ``verify``: which layouts, on which of the launched ranks, and what comes out."""
+"""The command ``verify``: choose layouts and specs, visit the layouts on the launched ranks, and report."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _AXES = (
 
 
 def settle_device(device: str) -> None:
-    """Choose CPU or GPU for this process, before CUDA is first asked.
+    """Choose CPU or GPU for this process. It has to be called before anything asks for CUDA.
 
     Raises:
-        UnsupportedError: a GPU is wanted and there is none.
+        UnsupportedError: ``device`` is ``cuda`` and there is no GPU.
     """
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron-Core takes a GPU wherever it sees one
@@ -50,10 +50,10 @@ def command(args: argparse.Namespace) -> int:
     """Visit the layouts and print the table. Every launched rank calls it.
 
     Returns:
-        0, or 1 where a layout is off; the same on every rank but those that sat out.
+        0, or 1 if a layout is off; the same on every rank that visited all layouts.
 
     Raises:
-        PGLossError: a spec or layout that cannot be.
+        PGLossError: a spec or layout that does not exist or cannot be built.
     """
     console = require("rich.console", "verify").Console(width=None if sys.stdout.isatty() else 220)
     name = args.precision or ("float32" if args.device == "cuda" else "float64")
@@ -104,10 +104,14 @@ def tour(
     launch: Launch, layouts: Sequence[Scenario], judge: Judge, report: Callable[[Scenario, list[Outcome]], None],
     outcomes: list[Outcome],
 ) -> None:  # fmt: skip
-    """Visit the layouts, larger worlds first, so that whoever is in a smaller one has heard every answer so far.
+    """Visit the layouts, larger worlds first, so that every rank of a smaller world already has the oracle's answers.
 
     Args:
-        outcomes: grows by all outcomes on the first rank, on the others by those that a rank took part in.
+        launch: the launched processes.
+        layouts: the layouts to visit.
+        judge: the oracle's answers.
+        report: called after each layout, with the layout and its outcomes.
+        outcomes: a list that every outcome is added to; a rank adds those of the layouts that it took part in.
     """
     for size in sorted({layout.world or launch.size for layout in layouts}, reverse=True):
         with launch.world(size) as inside:
@@ -122,8 +126,8 @@ def chosen_specs(names: Sequence[str], *, half: bool = False) -> dict[str, LossS
     """The specs of ``--spec``: built-in names, or TOML files; all built-in ones where none is named.
 
     Args:
-        names: as given.
-        half: half precision, where built-in clips are widened (`megatron_pgloss.verify.run.specs.without_edges`).
+        names: the arguments of ``--spec``.
+        half: widen the clips of built-in specs, for half precision (`megatron_pgloss.verify.run.specs.without_edges`).
     """
     found: dict[str, LossSpec] = {}
     for name in names or SPECS:
@@ -137,10 +141,10 @@ def chosen_specs(names: Sequence[str], *, half: bool = False) -> dict[str, LossS
 
 
 def chosen_layouts(args: argparse.Namespace, processes: int, precision: str = "float64") -> list[Scenario]:
-    """The layout of ``--tp`` and so on, or the table's.
+    """The one layout that ``--tp`` and the other sizes describe, or layouts of the table.
 
     Raises:
-        LayoutError: no name of the table holds the words, or the sizes do not go together.
+        LayoutError: no layout of the table has the words in its name, or the sizes do not fit together.
     """
     own = {axis: getattr(args, axis) for axis in _AXES if getattr(args, axis) is not None}
     if own and args.layouts:
@@ -157,7 +161,7 @@ def chosen_layouts(args: argparse.Namespace, processes: int, precision: str = "f
 
 
 def own_layout(given: dict[str, Any], processes: int) -> Scenario:
-    """The user's own layout; data parallelism fills up the launched processes as far as they go."""
+    """The user's own layout, with the largest data-parallel size that the launched processes allow."""
     fields = dict(given)
     split = Split(sequences=fields.pop("sequences", 2))
     if "packed" in fields:
@@ -177,14 +181,14 @@ def own_layout(given: dict[str, Any], processes: int) -> Scenario:
 
 
 def hush() -> None:
-    """Libraries' notices about themselves, once for each rank and model, would bury the table."""
+    """Silence warnings and notices of libraries: printed once for each rank and model, they would bury the table."""
     warnings.simplefilter("ignore")
     for name in ("megatron.core", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 class _Progress:
-    """A bar where the first rank has a terminal, a line for each layout where it has none."""
+    """Progress on the first rank: a bar on a terminal, else one line for each layout."""
 
     def __init__(self, total: int, rank: int) -> None:
         self.total, self.quiet, self.done = total, rank != 0, 0
@@ -203,7 +207,7 @@ class _Progress:
             self.bar.stop()
 
     def report(self, layout: Scenario, found: list[Outcome]) -> None:
-        """One layout more."""
+        """Count one more visited layout."""
         self.done += 1
         if self.live:
             self.bar.update(self.task, advance=1, description=layout.name)

@@ -1,4 +1,4 @@
-"""How far a gradient is from the oracle's, and what the metrics of a step should say by the oracle's numbers."""
+"""The distance of gradients from the oracle's, and the metrics that a step must report by the oracle's numbers."""
 
 from __future__ import annotations
 
@@ -11,32 +11,34 @@ from megatron_pgloss.errors import LayoutError
 from megatron_pgloss.spec import Clip, LossSpec
 
 FLOOR = 1e-3
-"""A parameter whose gradient is smaller than this part of the largest one is measured against that part."""
+"""The error of a parameter is relative to its largest gradient, but at least to this share of the model's largest one.
+"""
 
 
 def errors_of(grads: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
     """Error of each parameter: ``max |g - g0| / max(max |g0|, 1e-3 of the largest over all parameters)``.
 
     Args:
-        grads, reference: whole gradients by global name, float64.
+        grads: whole gradients by global name, float64.
+        reference: the oracle's gradients, likewise.
 
     Raises:
         LayoutError: the two do not name the same parameters.
     """
     if differing := set(grads) ^ set(reference):
-        raise LayoutError("a parameter is in one model alone", got=sorted(differing))
+        raise LayoutError("a parameter exists in only one of the two models", got=sorted(differing))
     largest = max(float(g.abs().max()) for g in reference.values())
     errors = {}
     for name, g in reference.items():
         scale = max(float(g.abs().max()), FLOOR * largest)
         gap = float((grads[name] - g).abs().max())
-        # NaN compares as neither more nor less: it must not pass for a small error.
+        # Every comparison with NaN is false, so that a NaN would pass for a small error.
         errors[name] = float("inf") if gap != gap else gap / scale if scale else gap
     return errors
 
 
 def worst(grads: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest of `errors_of`, and its parameter."""
+    """The largest of `errors_of`, and the name of its parameter."""
     errors = errors_of(grads, reference)
     name = max(errors, key=errors.__getitem__)
     return errors[name], name
@@ -50,12 +52,12 @@ def distance(grads: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> fl
 
 
 def expected_metrics(answer: Mapping[str, Any], spec: LossSpec) -> dict[str, float]:
-    """What `PolicyLossStep.finish` must say, by the oracle's numbers."""
+    """Metrics that `PolicyLossStep.finish` must report, by the oracle's numbers."""
     want = {"loss": float(answer["loss"])}
     want |= {f"{name}/loss": float(value) for name, value in answer["components"].items()}
     late = bool(spec.gates) or any(spec.corrections_on(part, late=True) for part in spec.components)
     for name, stats in answer["ratio_stats"].items():
-        # The oracle's ratios are those of the tokens that gates left, the metrics' of all that reach the gates.
+        # The oracle's ratios are over the tokens that pass the gates, the metrics' over all tokens that reach them.
         if late or "mean" not in stats:
             continue
         part: Any = spec.component(name)
@@ -67,7 +69,7 @@ def expected_metrics(answer: Mapping[str, Any], spec: LossSpec) -> dict[str, flo
 
 
 def metric_gap(metrics: Mapping[str, float], answer: Mapping[str, Any], spec: LossSpec) -> tuple[float, str]:
-    """The largest gap of a metric, relative to its value, and its name; one that is not there counts as infinite."""
+    """The largest relative error of a metric, and the metric's name. A missing metric has an infinite error."""
     gaps = {
         name: abs(metrics.get(name, float("inf")) - value) / max(abs(value), FLOOR)
         for name, value in expected_metrics(answer, spec).items()

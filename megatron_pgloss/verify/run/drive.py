@@ -1,4 +1,4 @@
-"""Build a layout's model and run the package's step on it, by Megatron's own schedule."""
+"""Build a layout's model, and run the package's step on it through Megatron's own schedule."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from megatron_pgloss.verify.layouts.weights import deterministic_weights
 
 WEIGHT_SEED = 3
 BUILDERS: dict[str, Callable[..., list[torch.nn.Module]]] = {"gpt": build_gpt, "hybrid": build_hybrid}
-"""Kind of model to what builds it."""
+"""Kind of model to the function that builds it."""
 
 
 def build(layout: Scenario, **changes: Any) -> tuple[list[Any], Any]:
-    """Process groups and model of a layout, with the harness's weights; call `leave` after. A collective.
+    """Set up a layout's process groups and build its model, with the harness's weights. `leave` ends it. A collective.
 
     Returns:
-        The chunks as a trainer hands them to the schedule, and this rank's place
+        The model's chunks as a trainer hands them to the schedule, and this rank's sizes and ranks
         (`megatron_pgloss.verify.layouts.parallel.Axes`).
     """
     _keep_imports()
@@ -42,18 +42,20 @@ def leave(chunks: list[Any]) -> None:
     """End a layout, so that the next can begin in the same world. A collective."""
     chunks.clear()
     destroy_parallel()
-    gc.collect()  # a model is full of circles, and holds its process groups with their threads
+    gc.collect()  # a model refers to itself in circles, and keeps its process groups and their threads alive
 
 
 @functools.cache
 def _keep_imports() -> None:
-    """Once, before the first model: what was imported need not be walked by each collection behind a layout."""
+    """Exempt imported objects from garbage collection, once before the first model: each collection would walk them
+    all.
+    """
     gc.collect()
     gc.freeze()
 
 
 def run_schedule(step: Any, chunks: list[Any], forward_only: bool = False, **more: Any) -> Any:
-    """Megatron's own schedule over the step's micro-batches, on gradients that start at 0."""
+    """Set gradients to 0 and run Megatron's own schedule over the step's micro-batches."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     for chunk in chunks:
@@ -72,7 +74,7 @@ def run_schedule(step: Any, chunks: list[Any], forward_only: bool = False, **mor
 
 
 def make_step(layout: Scenario, chunks: list[Any], spec: LossSpec, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """The layout's `PolicyLossStep`, and what the schedule takes beside it."""
+    """Make the layout's `PolicyLossStep`, and the further arguments that the schedule takes on this layout."""
     from megatron_pgloss.megatron import PolicyLossStep
 
     more: dict[str, Any] = {}
@@ -91,7 +93,7 @@ def make_step(layout: Scenario, chunks: list[Any], spec: LossSpec, **options: An
 def one_step(
     layout: Scenario, chunks: list[Any], where: Any, spec: LossSpec, rows: Sequence[Row], **options: Any
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], Any]:
-    """Plan, schedule, finish. A collective.
+    """Run one whole step: plan, schedule, finish. A collective.
 
     Returns:
         Metrics, every parameter's whole gradient (float64, on CPU), and the plan.

@@ -1,4 +1,4 @@
-"""What a verification found: one line for each layout, for the terminal, as JSON and as Markdown."""
+"""The findings of a verification, one line for each layout, for the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_pgloss.view.optional import require
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One layout: the worst of its specs."""
+    """One layout's line of the table; it shows the worst of the layout's outcomes."""
 
     layout: Scenario
     outcomes: Sequence[Outcome]
@@ -29,7 +29,7 @@ class Line:
 
     @property
     def loss_error(self) -> float:
-        """Largest over the specs."""
+        """The largest error of the loss over the specs."""
         return max(one.loss_error for one in self.outcomes)
 
     @property
@@ -39,7 +39,7 @@ class Line:
 
     @property
     def verdict(self) -> str:
-        """In a word or, where it is off, with what is."""
+        """``ok``, or what is off and under which spec."""
         if self.ok:
             upstream = self.worst.facts.get("upstream", 1.0)
             return "ok" if upstream == 1 else f"ok; megatron-core itself is {1 / upstream:g} times too weak here"
@@ -48,7 +48,7 @@ class Line:
             return f"OFF, {one.spec}: {one.error}"
         if not one.agreed:
             return f"OFF, {one.spec}: ranks were told different metrics"
-        # Asked so that NaN is off.
+        # Written so that NaN counts as off.
         if not (one.gradient_error <= one.bounds.gradient and one.norm_error <= one.bounds.norm):
             return f"OFF, {one.spec}: gradient"
         return f"OFF, {one.spec}: {one.metric if one.loss_error <= one.bounds.loss else 'loss'}"
@@ -59,7 +59,7 @@ def _strain(one: Outcome) -> float:
 
 
 def lines(outcomes: Iterable[Outcome]) -> list[Line]:
-    """Outcomes by layout, in their order."""
+    """Group the outcomes by layout, in their order."""
     found: dict[str, list[Outcome]] = {}
     for one in outcomes:
         found.setdefault(one.layout.name, []).append(one)
@@ -79,7 +79,7 @@ def show(console: Any, table: Sequence[Line], *, title: str) -> None:
             str(line.layout.world), line.layout.name, _figure(line.loss_error), _figure(one.gradient_error),
             _figure(one.bounds.gradient), one.parameter, line.verdict,
         )  # fmt: skip
-        # Built, not parsed: an error's text must not be read as markup.
+        # Text objects, since rich would read markup in an error's text.
         grid.add_row(*(text(cell, style="green" if line.ok else "bold red") if i == 6 else text(cell)
                        for i, cell in enumerate(cells)))  # fmt: skip
     console.print(grid)
@@ -90,7 +90,7 @@ def _figure(value: float) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that the figures depend on, with the date."""
+    """Versions of everything that the figures depend on, and the date."""
     found = {"megatron_pgloss": __version__, "python": platform.python_version()}
     import megatron.core  # what is imported: pip may know another version, or none
     import torch
@@ -102,13 +102,13 @@ def versions() -> dict[str, str]:
 def as_json(
     table: Sequence[Line], left_out: Sequence[Scenario], not_visited: Sequence[Scenario] = (), **more: Any
 ) -> dict[str, Any]:
-    """Everything, as plain data. Errors that are not finite (nothing was measured) are None.
+    """All findings as plain data. Errors that are not finite (nothing was measured) are None.
 
     Args:
-        table: what was visited.
-        left_out: layouts of more processes than were launched.
-        not_visited: layouts behind one on which an error ended the run.
-        more: entries beside.
+        table: the lines of the visited layouts.
+        left_out: layouts that take more processes than were launched.
+        not_visited: layouts after the one on which an error ended the run.
+        more: further entries of the result.
     """
     return {
         "versions": versions(),

@@ -1,4 +1,4 @@
-"""The oracle's answers: one for each data set, spec and precision, made when first asked for, by one rank for all."""
+"""The oracle's answers, one for each data set and spec, computed when first needed, by one rank for all."""
 
 from __future__ import annotations
 
@@ -19,33 +19,35 @@ from megatron_pgloss.verify.layouts.weights import deterministic_weights
 from megatron_pgloss.verify.run.drive import BUILDERS, WEIGHT_SEED, leave
 
 Answer = tuple[float, dict[str, torch.Tensor], dict[str, Any]]
-"""Loss, gradients by global name, and the oracle's numbers."""
+"""Loss, gradients by global name, and the oracle's other numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """What a comparison runs in, and how far it may be off."""
+    """The precision of the models under test, and the errors that it allows."""
 
     name: str
     dtype: torch.dtype
-    """Of parameters and activations."""
+    """Dtype of parameters and activations."""
     tolerance: float
-    """Largest error of the loss, a parameter or a metric; in half precision the largest multiple of the error of the
-    same model in one process."""
+    """Largest error of the loss, a parameter or a metric. In half precision it is a multiple instead: of the error of
+    the same model in one process."""
 
     @property
     def half(self) -> bool:
-        """Whether errors are compared with those of one process."""
+        """Whether errors are compared with those of the same model in one process."""
         return self.dtype in (torch.bfloat16, torch.float16)
 
     @property
     def layers(self) -> str:
-        """``layer_spec`` of the models under test: one core attention for all layouts, or what a job would get."""
+        """``layer_spec`` of the models under test: the same plain layers on all layouts, or in half precision a job's
+        own.
+        """
         return "auto" if self.half else "own"
 
     @property
     def streams(self) -> torch.dtype:
-        """Of log-probs, advantages and weights as they are handed over."""
+        """Dtype of log-probs, advantages and weights as they are handed over."""
         return torch.float64 if self.dtype is torch.float64 else torch.float32
 
 
@@ -61,12 +63,12 @@ FLOAT64 = PRECISIONS["float64"]
 
 
 def oracle_model(kind: str = "gpt", dtype: torch.dtype = torch.float64, **fields: Any) -> tuple[Any, Any]:
-    """The whole model in this process, and a function from tokens to logits, both float64. Collective in building.
+    """Build the whole model in this process, and a function from tokens to logits, both float64. A collective.
 
     Args:
-        kind: of `megatron_pgloss.verify.run.drive.BUILDERS`.
-        dtype: which the model under test holds its weights in: the float64 model gets the same, rounded, values.
-        fields: of the model's config.
+        kind: a key of `megatron_pgloss.verify.run.drive.BUILDERS`.
+        dtype: the dtype of the weights under test; the float64 model gets the values rounded to it.
+        fields: fields of the model's config.
     """
     init_parallel()
     chunks = BUILDERS[kind](**(dict(vocab_size=VOCAB, seq_length=64, layer_spec="own") | fields))
@@ -85,7 +87,7 @@ def oracle_model(kind: str = "gpt", dtype: torch.dtype = torch.float64, **fields
 
 
 def oracle_answer(chunks: Any, model_fn: Any, rows: Sequence[Row], spec: LossSpec) -> Answer:
-    """Loss and gradients by the oracle, for the parameters of the model in this process."""
+    """Ask the oracle for the loss, and the gradients of all parameters of the model in this process."""
     from megatron_pgloss.verify.oracle import oracle_step
 
     answer = oracle_step(model_fn, rows, plain(spec))
@@ -97,7 +99,7 @@ def oracle_answer(chunks: Any, model_fn: Any, rows: Sequence[Row], spec: LossSpe
 
 
 def plain(spec: LossSpec) -> dict[str, Any]:
-    """The spec as the oracle reads it: plain data, but for the functions of a user's own terms."""
+    """The spec as the oracle reads it: plain data, except for the functions of a user's own terms."""
     data = spec.to_dict()
     components: Sequence[Any] = spec.components
     for part, given in zip(data["components"], components, strict=True):
@@ -110,9 +112,10 @@ class Judge:
     """The oracle's answers for the specs of one run.
 
     Args:
-        specs: name to spec, or to what builds it.
-        precision: of the layouts under test; the oracle itself is always float64, on their rounded weights and streams.
-        ask: how the oracle is asked; takes the arguments of `oracle_answer`.
+        specs: name to spec, or to a function that builds it.
+        precision: the precision of the layouts under test. The oracle itself is always float64, on their rounded
+            weights and streams.
+        ask: the function that asks the oracle, with the signature of `oracle_answer`.
     """
 
     def __init__(
@@ -127,14 +130,15 @@ class Judge:
         self._rows: dict[Data, list[Row]] = {}
         self._answers: dict[tuple[Data, str], Answer] = {}
         self.alone: dict[tuple[Data, str], tuple[float, float, float]] = {}
-        """Half precision: errors of loss, worst parameter and whole gradient of the model in one process."""
+        """In half precision, the errors of the model in one process: of loss, worst parameter and whole gradient."""
 
     def prepare(self, data: Data, names: Iterable[str] | None = None) -> None:
-        """Answer specs for one data set. A collective: the first rank asks the oracle, the others hear of it.
+        """Have specs answered for one data set. A collective: the first rank asks the oracle and sends its answers to
+        all.
 
         Args:
-            data: which model and rows.
-            names: of the specs; None: all. What was answered before is not asked again.
+            data: the model and rows.
+            names: names of the specs; None: all. Specs that are answered already are not asked again.
         """
         missing = [name for name in (names or self.specs) if (data, name) not in self._answers]
         if not missing:
@@ -164,7 +168,7 @@ class Judge:
         self._answers |= {(data, name): answer for name, answer in answers.items()}
 
     def rows(self, data: Data) -> list[Row]:
-        """The step's rows."""
+        """The rows of the step."""
         return self._rows[data]
 
     def answer(self, data: Data, spec: str) -> Answer:
@@ -173,9 +177,10 @@ class Judge:
 
 
 def _sendable(answer: Answer, spec: LossSpec) -> Answer:
-    """Without the graph, and without the tables that no comparison reads.
+    """The answer without its graph, and without the tables that no comparison reads.
 
-    Adds ``magnitude``: the loss if no two tokens cancelled, which is what rounding in half precision is measured by.
+    Adds ``magnitude``, the sum of absolute weighted token losses: in half precision the error of the loss is relative
+    to it.
     """
     loss, grads, numbers = answer
     kept = {name: numbers[name] for name in ("counts", "ratio_stats", "clip_fraction")}

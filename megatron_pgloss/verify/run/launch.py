@@ -1,4 +1,4 @@
-"""The launched processes, and worlds made of the first few of them: spare ranks wait."""
+"""The launched processes, and worlds made of the first few of them while the spare ranks wait."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from torch.distributed.rendezvous import rendezvous
 from megatron_pgloss.errors import LayoutError
 
 _LONG = datetime.timedelta(days=7)
-"""For spare ranks, which wait while others work."""
+"""Timeout of spare ranks, which wait while others work."""
 
 
 class Launch:
-    """Processes as torchrun (or any launcher that sets its variables) started them; one alone without.
+    """The processes that torchrun (or a launcher that sets the same variables) started; without one, this process
+    alone.
 
     Args:
-        device: ``cpu``: gloo. ``cuda``: NCCL, a GPU for each process of a machine.
-        timeout: of collectives.
+        device: ``cpu`` uses gloo; ``cuda`` uses NCCL and one GPU for each process of a machine.
+        timeout: the timeout of collectives.
     """
 
     def __init__(self, device: str = "cpu", timeout: datetime.timedelta = datetime.timedelta(minutes=10)) -> None:
@@ -43,17 +44,18 @@ class Launch:
             if local >= torch.cuda.device_count():
                 raise LayoutError(
                     "a process has no GPU of its own", expected=f"more than {local} GPUs on this machine",
-                    got=torch.cuda.device_count(), where=f"rank {self.rank}", fix="fewer processes per machine",
+                    got=torch.cuda.device_count(), where=f"rank {self.rank}", fix="launch fewer processes per machine",
                 )  # fmt: skip
             torch.cuda.set_device(local)
 
     @contextmanager
     def world(self, size: int) -> Iterator[bool]:
-        """A default process group of the first ``size`` ranks. Every rank enters; False for those that stay outside.
+        """A default process group of the first ``size`` ranks. Every rank enters the block, and ranks outside get
+        False.
 
-        An error leaves the group open: the process is about to end, and its peers with it.
+        An error leaves the group open, since this process and its peers are about to end.
         """
-        self._worlds += 1  # a store's keys are used once
+        self._worlds += 1  # a store's keys can be used once only
         inside = self.rank < size
         if inside:
             store = dist.PrefixStore(f"verify/world/{self._worlds}", self.store)
@@ -65,11 +67,16 @@ class Launch:
             dist.destroy_process_group()
 
     def last_words(self) -> LastWords:
-        """A block in which an error ends the run: its text reaches the first rank, which goes on behind the block."""
+        """A block in which an error ends the run. The error's text reaches the first rank, which goes on after the
+        block.
+        """
         return LastWords(self)
 
     def part(self, *, broken: bool = False) -> None:
-        """Wait for all ranks, spare ones included; the store may live in the first. ``broken``: some have ended."""
+        """Wait until all ranks, spare ones included, are done: the store may live in the first rank's process.
+
+        ``broken`` says that some ranks have ended, so that the first rank does not wait for them.
+        """
         self.store.set(f"verify/left/{self.rank}", "1")
         if self.rank == 0:
             if not broken:
@@ -80,11 +87,11 @@ class Launch:
 
 
 class LastWords:
-    """What ended a run, if something did.
+    """The error that ended a run, if one did.
 
-    An error on one rank alone leaves its peers inside a collective. That rank leaves word in the store and ends by its
-    error; with its connections closed gloo raises on the others, and the launcher ends them. The first rank keeps alive
-    until it has told what it knows: there ``text`` is what was raised, by whom, and the error goes no further.
+    An error on one rank alone leaves its peers inside a collective. The failing rank writes its error into the store
+    and ends; its connections close, so that gloo raises on the others, and the launcher ends them. The first rank stays
+    alive to report: there ``text`` says which rank raised what, and the error is not raised again.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -94,7 +101,7 @@ class LastWords:
 
     def __enter__(self) -> LastWords:
         if self._launch.rank == 0:
-            # Torchrun ends the peers of a process that failed at once.
+            # When a process fails, torchrun ends its peers at once, by SIGTERM.
             self._before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by the launcher"))
         return self
 
@@ -104,7 +111,7 @@ class LastWords:
             signal.signal(signal.SIGTERM, self._before if error is None else signal.SIG_IGN)
         mine = f"rank {launch.rank}: {type(error).__name__}: {error}"
         if launch.rank != 0:
-            # The first to fail speaks; those it takes along only say that a connection was closed.
+            # The first rank to fail writes its error; later ones only report that a connection was closed.
             if error is not None and launch.store.add(f"{self._key}/count", 1) == 1:
                 launch.store.set(self._key, mine)
             return False

@@ -1,4 +1,4 @@
-"""What came out of one spec on one layout."""
+"""The outcome of one spec on one layout."""
 
 from __future__ import annotations
 
@@ -28,27 +28,28 @@ class Outcome:
     spec: str
     bounds: Bounds
     loss_error: float = INFINITE
-    """Relative to the oracle's loss; in half precision to what that would be if no two tokens cancelled."""
+    """Error of the loss relative to the oracle's loss; in half precision relative to the sum of absolute token losses.
+    """
     gradient_error: float = INFINITE
-    """Of the worst parameter: ``max |g - g0| / max(max |g0|, 1e-3 of the largest over all parameters)``."""
+    """Error of the worst parameter: ``max |g - g0| / max(max |g0|, 1e-3 of the largest over all parameters)``."""
     parameter: str = ""
-    """The worst one."""
+    """Name of the worst parameter."""
     norm_error: float = INFINITE
-    """Of the whole gradient, relative, in the Euclidean norm."""
+    """Relative error of the whole gradient in the Euclidean norm."""
     metric_error: float = INFINITE
-    """Of the worst metric that the oracle knows, relative; 0 in half precision, where none is compared."""
+    """Relative error of the worst metric that the oracle knows; 0 in half precision, where none is compared."""
     metric: str = ""
-    """The worst one."""
+    """Name of the worst metric."""
     error: str = ""
-    """What the package raised on all ranks alike, if it did."""
+    """The error that the package raised on all ranks alike; empty if it raised none."""
     agreed: bool = True
-    """All ranks were told the same metrics."""
+    """Whether all ranks got the same metrics."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What the data looked like: micro-batches, empty ones, the largest gradient, metrics."""
+    """Facts about the step: numbers of micro-batches and of empty ones, the largest gradient, metrics."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is off."""
+        """Whether there was no error and every figure is within its bound."""
         limits = self.bounds
         return (
             not self.error

@@ -1,4 +1,4 @@
-"""Losses that Megatron itself adds to a step: is its gradient beside ours what it is beside its own?
+"""Losses that Megatron itself adds to a step: is their gradient beside our loss the same as beside Megatron's own?
 
 MoE auxiliary and z-loss, and multi-token prediction, keep Megatron's definition: an average over micro-batches that
 does not know how the policy loss is normalised. Their gradient is measured by difference, a step with their
@@ -34,12 +34,12 @@ def own_gradient(
     """Gradient of the losses that Megatron adds, by parameter's global name, float64. A collective.
 
     Args:
-        step: of a model whose coefficients are those under test.
-        batches: makes this rank's share of the rows; called afresh for each run.
-        run: drives Megatron's schedule, ``run(plan, forward_step, iterators)``.
-        beside: which loss the step has otherwise. Megatron's cross entropy is over every position that enters the
-            model, so that its token count is what MoE losses are scaled for; with multi-token prediction over the
-            tokens that it trains.
+        step: the step of a model whose config has the coefficients under test.
+        batches: a function that makes this rank's share of the rows; called once for each run.
+        run: a function that drives Megatron's schedule, ``run(plan, forward_step, iterators)``.
+        beside: the loss that the step has besides. Megatron's cross entropy is over every position that enters the
+            model, because its token count scales the MoE losses; with multi-token prediction it is over the tokens
+            that multi-token prediction trains.
     """
     found = _run(step, batches(), run, beside)
     with _without(step.config):
@@ -48,16 +48,17 @@ def own_gradient(
 
 
 def strength(gradient: Gradients, reference: Gradients) -> float:
-    """The factor f by which ``gradient`` is f times ``reference``, by least squares over all parameters."""
+    """The factor f for which ``f * reference`` is nearest to ``gradient``, by least squares over all parameters."""
     product = sum(float((gradient[name] * grad).sum()) for name, grad in reference.items())
     return product / sum(float(grad.square().sum()) for grad in reference.values())
 
 
 def upstream_strength(step: PolicyLossStep) -> float:
-    """What the installed Megatron-Core makes of a configured MoE coefficient on this layout: 1, where it is right.
+    """The factor by which the installed Megatron-Core changes a configured MoE coefficient on this layout; 1 if it is
+    right.
 
-    Before 0.19 both MoE losses are multiplied by the tokens of one tensor- and context-parallel rank, and divided by
-    those of all of them, under ``calculate_per_token_loss``: 1 / (tp * cp).
+    Under ``calculate_per_token_loss``, Megatron-Core before 0.19 multiplies both MoE losses by the tokens of one
+    tensor- and context-parallel rank and divides them by the tokens of all these ranks: the factor is 1 / (tp * cp).
     """
     if step.per_token and not mtp.weighable(step.config):
         return 1 / (step.layout.tp_size * step.layout.cp_size)
@@ -72,7 +73,7 @@ def _run(step: PolicyLossStep, batches: Sequence[TokenBatch], run: Any, beside: 
         run(made, step.forward_step, step.data_iterator())
         step.close()
     else:
-        # Not through `begin`: the step's scale of multi-token prediction must not be in place.
+        # Without `begin`, which would set the step's scale of multi-token prediction.
         made = step.make_plan(batches, step.spec)
         step.masked = step.masks_padding(made)
         run(made, cross_entropy_step(step), step.iterators(made))
@@ -106,7 +107,7 @@ def _trained(step: PolicyLossStep, micro: MicroBatch) -> Tensor:
 
 @contextmanager
 def _without(config: Any) -> Iterator[None]:
-    """Coefficients of Megatron's own losses at 0; the modules read them from the config at every forward pass."""
+    """Set the coefficients of Megatron's own losses to 0 in the block. Modules read the config at every forward."""
     before = {name: getattr(config, name) for name in _COEFFICIENTS if getattr(config, name, None)}
     for name, value in before.items():
         off = None if name == "moe_z_loss_coeff" else [0.0] * len(value) if isinstance(value, list) else 0.0

@@ -1,6 +1,7 @@
-"""The losses that every layout is held to the oracle on. Between them: every kind of component, rule and normaliser.
+"""The specs under which every layout is compared with the oracle. Together they have policy gradient, KL, entropy,
+cross entropy and a user's term; masks, corrections and a gate; and normalisers over every level.
 
-`SPECS` maps a name to what builds it; a user's own spec takes their place in ``verify --spec``.
+`SPECS` maps a name to the function that builds the spec; ``verify --spec`` names other specs instead.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ SHAPING = (
 
 
 def rich() -> LossSpec:
-    """Every kind of component and rule, each under its own normaliser, every level named."""
+    """Five kinds of component, each under its own normaliser; the normalisers name every level."""
     return LossSpec(
         components=[
             PolicyGradient(
@@ -65,7 +66,7 @@ def rich() -> LossSpec:
 
 
 def sequence() -> LossSpec:
-    """A sequence's ratio, differentiated through its mean; constants and powers for divisors."""
+    """A sequence ratio, differentiated through its mean; divisors that are constants and square roots."""
     return LossSpec(
         components=[
             PolicyGradient(
@@ -81,7 +82,7 @@ def sequence() -> LossSpec:
 
 
 def turn() -> LossSpec:
-    """A turn's ratio, averaged over turns, and a gate on a statistic of the current policy."""
+    """A turn ratio, averaged over turns, and a gate on a statistic of the current policy."""
     return LossSpec(
         components=[
             PolicyGradient(
@@ -98,7 +99,7 @@ def turn() -> LossSpec:
 
 
 def echo() -> LossSpec:
-    """Observations: a subset O' is trained and all of O divides, over all sequences."""
+    """Cross entropy on observations: a subset is trained, all of them are counted, and units are all sequences."""
     path = "mean(sequence) > mean(token)"
     return LossSpec(
         components=[
@@ -110,7 +111,7 @@ def echo() -> LossSpec:
 
 
 def weights() -> LossSpec:
-    """User weights in the denominators, and a user's mask as the set that is counted."""
+    """User weights in the denominators, and a user's mask that names the tokens to count."""
     return LossSpec(
         components=[
             PolicyGradient(normalizer="mean(prompt) > mean(token)", divide_by="weights"),
@@ -122,8 +123,8 @@ def weights() -> LossSpec:
 
 
 def rejected() -> LossSpec:
-    """Importance weights with tokens and sequences rejected, which one component leaves in its denominators and one
-    takes out.
+    """Importance weights, and rules that reject tokens and sequences; one component counts rejected tokens in its
+    denominators, and one does not.
     """
     return LossSpec(
         components=[
@@ -147,12 +148,12 @@ SPECS: dict[str, Callable[[], LossSpec]] = {
     "weights": weights,
     "rejected": rejected,
 }
-"""Name to what builds the spec."""
+"""Name to the function that builds the spec."""
 
 
 def without_edges(spec: LossSpec) -> LossSpec:
-    """The spec without gates and with clips too wide to hold anywhere, for half precision: there, rounding that moves
-    one token over an edge would hide all else.
+    """The spec without gates, and with clips so wide that no token reaches them, for half precision: one token that
+    rounding moves over an edge would hide every other error.
     """
     wide = Clip(low=0.95, high=19.0, dual=None)
     parts = [

@@ -1,4 +1,4 @@
-"""One visit: build a layout, run every spec on it, and hold each against the oracle."""
+"""One visit: build a layout, run every spec on it, and compare each step with the oracle."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def visit(layout: Scenario, judge: Judge, specs: Iterable[str] | None = None) ->
     """Run the specs on one layout. A collective over the world, whose size is the layout's.
 
     Args:
-        layout: where.
-        judge: who answers; its specs and precision are used.
-        specs: names of those to run; None: all that the judge knows.
+        layout: the layout to visit.
+        judge: the oracle's answers, with their specs and precision.
+        specs: names of the specs to run; None: all specs of the judge.
 
     Returns:
-        One outcome for each spec, or a single one where the layout is there for a loss of Megatron's own. An error that
-        the package raises on all ranks alike is an outcome too.
+        One outcome for each spec, or a single one where the layout tests a loss that Megatron adds itself. An error
+        that the package raises on all ranks alike is an outcome too.
 
     Raises:
         LayoutError: the world has another size than the layout.
     """
     if layout.world not in (None, dist.get_world_size()):
         raise LayoutError(
-            "the layout is one of another world", expected=f"{layout.world} processes", got=dist.get_world_size(),
+            "the layout does not fit the world", expected=f"{layout.world} processes", got=dist.get_world_size(),
             where=layout.name,
         )  # fmt: skip
     if layout.own:
@@ -54,7 +54,7 @@ def visit(layout: Scenario, judge: Judge, specs: Iterable[str] | None = None) ->
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """What a step gave, or the error that it raised on all ranks alike."""
+    """The results of a step, or the error that it raised on all ranks alike."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     grads: dict[str, Tensor] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class _Run:
 
 
 def _runs(layout: Scenario, judge: Judge, names: list[str]) -> list[tuple[str, _Run]]:
-    """Every spec's step on one model. A collective."""
+    """Run every spec's step on one model. A collective."""
     chunks, where = build(layout, dtype=judge.precision.dtype, layer_spec=judge.precision.layers)
     found = [(name, _run(layout, judge, name, chunks, where)) for name in names]
     leave(chunks)
@@ -77,7 +77,7 @@ def _run(layout: Scenario, judge: Judge, name: str, chunks: list[Any], where: An
         plan = step.begin(batches_of(layout, where, spec, rows, judge.precision.streams))
     except PGLossError as error:  # by contract the same on every rank
         return _Run(error=f"{type(error).__name__}: {error}")
-    # What is raised in here may be raised on one rank alone, which must then not go on: the process ends
+    # The schedule may raise on one rank alone. That rank must not go on, so the error ends the process
     # (`megatron_pgloss.verify.run.launch.LastWords`).
     losses = run_schedule(step, chunks, **more)
     try:
@@ -94,7 +94,7 @@ def _judged(layout: Scenario, judge: Judge, name: str, run: _Run) -> Outcome:
         return Outcome(layout=layout, spec=name, bounds=bounds, error=run.error)
     reference, answer = judge.answer(layout.data, name)[1:]
     loss, gradient, parameter, norm = _errors(layout, judge, name, run)
-    # In half precision a ratio's extreme is as far off as the worst log-prob, and says nothing about the layout.
+    # In half precision the largest ratio is as far off as the worst log-prob, and says nothing about the layout.
     gap, metric = (0.0, "") if judge.precision.half else metric_gap(run.metrics, answer, judge.specs[name])
     facts = run.facts | {"largest": max(float(grad.abs().max()) for grad in reference.values()), "metrics": run.metrics}
     return Outcome(
@@ -104,7 +104,7 @@ def _judged(layout: Scenario, judge: Judge, name: str, run: _Run) -> Outcome:
 
 
 def _errors(layout: Scenario, judge: Judge, name: str, run: _Run) -> tuple[float, float, str, float]:
-    """Of the loss, of the worst parameter and which it is, of the whole gradient."""
+    """Errors of the loss and of the worst parameter, that parameter's name, and the error of the whole gradient."""
     loss, reference, answer = judge.answer(layout.data, name)
     gradient, parameter = worst(run.grads, reference)
     scale = answer["magnitude"] if judge.precision.half else abs(loss)
@@ -116,7 +116,7 @@ def _bounds(layout: Scenario, judge: Judge, name: str) -> Bounds:
     if not judge.precision.half:
         return Bounds(loss=most, gradient=most, norm=most, metric=most)
     loss, gradient, norm = judge.alone[layout.data, name]
-    # One number may be right by luck: the whole gradient says what rounding can do.
+    # The loss of one process may be right by luck, so that the whole gradient's error counts for it too.
     return Bounds(loss=most * max(loss, norm), gradient=most * gradient, norm=most * norm, metric=0.0)
 
 
@@ -138,8 +138,8 @@ def _one_process(layout: Scenario, judge: Judge, names: list[str]) -> None:
 
 
 def _agree(outcomes: list[Outcome]) -> list[Outcome]:
-    """Mark what the ranks were not told alike. One collective for the whole visit."""
-    # As text, for NaN is not equal to itself.
+    """Mark outcomes whose metrics differ between ranks. One collective for the whole visit."""
+    # Compared as text, because NaN is not equal to itself.
     mine = [repr(sorted(one.facts.get("metrics", {}).items())) for one in outcomes]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)

@@ -1,7 +1,7 @@
-"""One visit for the losses that Megatron adds by itself: their gradient beside ours must be that beside Megatron's own.
+"""One visit for a loss that Megatron itself adds: its gradient beside our loss must be that beside Megatron's own.
 
-MoE auxiliary and z-loss, and multi-token prediction (`megatron_pgloss.verify.run.own_losses`). They average over
-micro-batches by Megatron's definition, so the composition of the micro-batches is fixed and no oracle is asked.
+These losses are the MoE auxiliary and z-loss, and multi-token prediction (`megatron_pgloss.verify.run.own_losses`).
+Megatron defines them as averages over micro-batches, so the rows of each micro-batch are fixed, and no oracle is asked.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ NAMES = {"moe": "MoE auxiliary and z-loss", "mtp": "multi-token prediction"}
 
 
 def visit_own(layout: Scenario, tolerance: float) -> Outcome:
-    """Measure the layout's own loss beside both. A collective; float64 alone, for it is a difference of gradients.
+    """Measure the gradient of Megatron's loss beside ours and beside Megatron's cross entropy. A collective.
+
+    It runs in float64 only, because it takes a difference of gradients.
 
     Returns:
-        The outcome; ``facts["upstream"]`` is what the installed Megatron-Core makes of the configured coefficient on
-        this layout, 1 where it is right.
+        The outcome; ``facts["upstream"]`` is the factor by which the installed Megatron-Core changes the configured
+        coefficient on this layout, 1 if it is right.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # Megatron keeps the scales of its own losses in the default dtype
@@ -40,7 +42,7 @@ def _measured(layout: Scenario, tolerance: float) -> Outcome:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     chunks, where = build(layout, layer_spec="own")
-    # Another normaliser for each flag: the loss under test must not know.
+    # Another normaliser for each flag: the loss under test must not depend on it.
     path = "mean(prompt) > mean(episode) > mean(token)" if layout.per_token else "mean(token)"
     step, _ = make_step(layout, chunks, LossSpec(components=[PolicyGradient(normalizer=path)]))
     rows = rows_of_step(0)
