@@ -36,6 +36,11 @@ def declaring(x: Any) -> Tensor:
     return (x.statistic("gap").square() + 0.1 * x.statistic("so_far")) * x.advantage + x.statistic("all") * x.ratio
 
 
+def gap_is_small(x: Any) -> Tensor:
+    """A gate of one's own, by a statistic that it declares."""
+    return x.statistic("gap") < 0.1
+
+
 DECLARED = (
     pg.Statistic(name="gap"),
     pg.Statistic(name="so_far", of="logp", how="prefix", unit="turn", over="members"),

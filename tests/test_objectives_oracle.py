@@ -11,7 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from objectives import CORRECTIONS, FORMS, GATES, PAIRS, RATIOS, SURROGATES, answer, judged, presets, rl, step
+from objectives import (
+    CORRECTIONS,
+    DECLARED,
+    FORMS,
+    GATES,
+    PAIRS,
+    RATIOS,
+    SURROGATES,
+    answer,
+    gap_is_small,
+    judged,
+    presets,
+    rl,
+    step,
+)
 from torch import Tensor
 
 import megatron_pgloss as pg
@@ -60,6 +74,13 @@ def trained(case: tuple[str, str]) -> set[Any]:
 def test_every_surrogate_of_every_ratio(surrogate: str, ratio: str) -> None:
     part = rl(surrogate=SURROGATES[surrogate], ratio=RATIOS[ratio])
     assert float(agree(pg.LossSpec(components=[part], masks=[KEEP])).grad_T.abs().max()) > 1e-6
+
+
+@pytest.mark.parametrize("ratio", ["sequence_sum", "prefix", "own"])
+def test_a_declared_statistic_over_a_ratio_that_is_one_itself(ratio: str) -> None:
+    """The mean of a sum is not the mean of what it is a sum of."""
+    part = rl(surrogate=SURROGATES["Surrogate, declaring"], ratio=RATIOS[ratio])
+    agree(pg.LossSpec(components=[part], gates=[pg.Gate(gap_is_small, statistics=DECLARED)], masks=[KEEP]))
 
 
 def formed(case: tuple[str, str]) -> set[Any]:
