@@ -147,9 +147,17 @@ class Watch:
     # ---- the others -----------------------------------------------------------------------------------------------
 
     def behind(self) -> str:
-        """Who failed, gives no sign of life, or is behind; or that the store is gone."""
+        """Who failed, gives no sign of life, or is behind; or that the store is gone, or does not answer."""
         if self._store is None:
             return "there is no store in which ranks could say where they are"
+        found: list[str] = []
+        # By a thread: a store whose process was stopped never answers, whatever its timeout.
+        asking = threading.Thread(target=lambda: found.append(self._look()), daemon=True)
+        asking.start()
+        asking.join(timeout=5 * _PAUSE)
+        return found[0] if found else "the job's store does not answer: its process (rank 0, mostly) has stopped"
+
+    def _look(self) -> str:
         try:
             if text := self._failure():
                 return text
