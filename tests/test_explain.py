@@ -62,17 +62,17 @@ def kinds(union: Any) -> tuple[type, ...]:
     return get_args(get_args(union)[0])
 
 
-EXAMPLES: dict[str, dict[str, Any]] = {
-    "CISPO": {"high": 4.0}, "TVGate": {"high": 0.2}, "SequenceGate": {"threshold": 0.1}, "Veto": {"low": 0.1},
-    "RatioMask": {"low": 0.5, "high": 2.0}, "Reject": {"high": 1.0}, "Staleness": {"max_lag": 2},
-    "Surrogate": {"fn": "test_explain:mine"}, "Gate": {"fn": "test_explain:mine"},
-    "Term": {"fn": "test_explain:mine", "name": "t"},
-}  # fmt: skip
-
-
 def mine(x: Any) -> Any:
     """A function of the user's own."""
     return x.log_ratio
+
+
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "CISPO": {"high": 4.0}, "TVGate": {"high": 0.2}, "SequenceGate": {"threshold": 0.1}, "Veto": {"low": 0.1},
+    "RatioMask": {"low": 0.5, "high": 2.0}, "Reject": {"high": 1.0}, "Staleness": {"max_lag": 2},
+    "Surrogate": {"fn": mine}, "Gate": {"fn": mine},
+    "Term": {"fn": mine, "name": "t"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [*kinds(AnySurrogate), *kinds(AnyComponent), *kinds(AnyGate), *kinds(Correction)])

@@ -55,7 +55,7 @@ def cross_entropy(part: Any, x: Streams) -> Found:
 
 def own(part: Term, x: Streams) -> Found:
     """What the user's function gives."""
-    return checked(part.function(x), x, f"term {part.name!r}"), None
+    return checked(part.fn(x), x, f"term {part.name!r}"), None
 
 
 def value(part: Value, x: Streams) -> Found:

@@ -21,7 +21,7 @@ def log_ratio(axis: AnyRatio | None, x: Streams) -> Tensor:
     if axis is None:
         return own_N
     if isinstance(axis, CustomRatio):
-        return bounded(checked(axis.function(x), x, f"ratio {axis.to_import_path()}"), x.bound)
+        return bounded(checked(axis.fn(x), x, f"ratio {axis.to_import_path()}"), x.bound)
     assert isinstance(axis, Ratio)
     if axis.level == "token":
         return x.token_log_ratio  # a statistic of one token: both gradients are the same

@@ -179,7 +179,7 @@ def nll(x: Streams, part: Any) -> Term:
 
 def custom(x: Streams, part: Surrogate) -> Term:
     """What the user's function gives."""
-    return checked(part.function(x), x, f"surrogate {part.to_import_path()}"), None
+    return checked(part.fn(x), x, f"surrogate {part.to_import_path()}"), None
 
 
 SURROGATES: dict[str, Callable[[Streams, Any], Term]] = {

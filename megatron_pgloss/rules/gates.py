@@ -94,7 +94,7 @@ def _binary_kl(gate: KLGate, x: GateStreams) -> Tensor:
 
 
 def _user(gate: Gate, x: GateStreams) -> Tensor:
-    value_N: Any = gate.function(x)
+    value_N: Any = gate.fn(x)
     fits = isinstance(value_N, Tensor) and value_N.shape == x.logp.shape
     if not fits or not (value_N.dtype == torch.bool or value_N.is_floating_point()):
         got = f"{value_N.dtype} {list(value_N.shape)}" if isinstance(value_N, Tensor) else type(value_N).__name__

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec.kinds import Rule, one_of
-from megatron_pgloss.spec.numbers import Distance, Finite, Positive
+from megatron_pgloss.spec.numbers import Distance, Finite, Flag, Positive
 
 __all__ = ["IcePop", "RatioMask", "Reject", "Staleness", "TruncatedIS", "Veto"]
 
@@ -91,7 +91,7 @@ class TruncatedIS(RatioCorrection):
     low: Distance = 0.0
     """Weights below are raised to it; 0 is off."""
     high: Positive = 2.0
-    normalize: bool = False
+    normalize: Flag = False
     """Divide by the mean weight of the global batch, over the trained tokens (level token) or over the units that have
     one (other levels)."""
     on: tuple[str, ...] = ("rl",)
@@ -137,7 +137,7 @@ class IcePop(RatioCorrection):
     kind: Literal["icepop"] = "icepop"
     low: Positive = 0.5
     high: Positive = 5.0
-    weight: bool = True
+    weight: Flag = True
 
     @property
     def weighs(self) -> bool:
@@ -262,7 +262,7 @@ class Staleness(CorrectionKind):
     """
 
     kind: Literal["staleness"] = "staleness"
-    max_lag: Annotated[int, Field(ge=0)]
+    max_lag: Annotated[int, Field(strict=True, ge=0)]
     level: Literal["token", "sequence", "turn"] = "token"
     example: ClassVar[Mapping[str, Any]] = {"max_lag": 4}
 

@@ -19,6 +19,7 @@ written from MinPRO's abstract; its equation was not at hand.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -100,11 +101,11 @@ class CustomRatio(Function, RatioKind):
     """A ratio of the user's own: ``fn(x) -> [T]``, the logarithm of the ratio, bounded before exp.
 
     Args (positional allowed):
-        fn: the function, or ``"pkg.mod:name"``; reads ``x.log_ratio`` (the token's own) and unit statistics.
+        fn: the function; reads ``x.log_ratio`` (the token's own) and unit statistics.
     """
 
     kind: Literal["custom"] = "custom"
-    example: ClassVar[Mapping[str, Any]] = {"fn": "torch:sigmoid"}
+    example: ClassVar[Mapping[str, Any]] = {"fn": math.exp}
 
     @property
     def reads(self) -> tuple[str, ...]:

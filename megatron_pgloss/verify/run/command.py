@@ -17,6 +17,7 @@ import torch
 from megatron_pgloss.errors import LayoutError, SpecError, UnsupportedError
 from megatron_pgloss.planning import Split
 from megatron_pgloss.spec import LossSpec
+from megatron_pgloss.spec.functions import Functions
 from megatron_pgloss.verify.layouts.scenario import EXPERTS, Scenario
 from megatron_pgloss.verify.layouts.table import every_layout
 from megatron_pgloss.verify.run.findings import as_json, lines, show, versions
@@ -56,7 +57,7 @@ def command(args: argparse.Namespace) -> int:
     """
     console = require("rich.console", "verify").Console(width=None if sys.stdout.isatty() else 220)
     name = args.precision or ("float32" if args.device == "cuda" else "float64")
-    judge = Judge(chosen_specs(args.spec, half=PRECISIONS[name].half), PRECISIONS[name])
+    judge = Judge(chosen_specs(args.spec, half=PRECISIONS[name].half, functions=args.offered), PRECISIONS[name])
     launch = Launch(args.device)
     wanted = chosen_layouts(args, launch.size, name)
     layouts = [layout for layout in wanted if (layout.world or 1) <= launch.size]
@@ -117,11 +118,14 @@ def tour(
                     report(layout, found)
 
 
-def chosen_specs(names: Sequence[str], *, half: bool = False) -> dict[str, LossSpec]:
+def chosen_specs(
+    names: Sequence[str], *, half: bool = False, functions: Functions | None = None
+) -> dict[str, LossSpec]:
     """The specs of ``--spec``: built-in names, or TOML files; all built-in ones where none is named.
 
     Args:
         names: as given.
+        functions: what a file may name.
         half: half precision, where built-in clips are widened (`megatron_pgloss.verify.run.specs.without_edges`).
     """
     found: dict[str, LossSpec] = {}
@@ -129,7 +133,7 @@ def chosen_specs(names: Sequence[str], *, half: bool = False) -> dict[str, LossS
         if name in SPECS:
             found[name] = without_edges(SPECS[name]()) if half else SPECS[name]()
         elif name.endswith(".toml"):
-            found[name] = LossSpec.from_toml(name)
+            found[name] = LossSpec.from_toml(name, functions=functions)
         else:
             raise SpecError(f"no built-in spec {name!r}", expected=f"{', '.join(SPECS)}, or a .toml file")
     return found
