@@ -104,7 +104,9 @@ def test_a_kind_says_what_it_is(family: str, kind: type[Kind]) -> None:
 def test_a_kind_reads_back_from_toml(family: str, kind: type[Kind]) -> None:
     spec = whole(kind)
     assert f'kind = "{name_of(kind)}"' in spec.to_toml() or kind is pg.spec.Ratio  # a ratio's short name stands for it
-    assert pg.LossSpec.from_toml(spec.to_toml(), functions={"math:exp": math.exp}) == spec, f"{kind.__name__} does not come back from TOML"
+    assert pg.LossSpec.from_toml(spec.to_toml(), functions={"math:exp": math.exp}) == spec, (
+        f"{kind.__name__} does not come back from TOML"
+    )
 
 
 @each

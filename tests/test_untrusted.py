@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,10 @@ from steps import refused
 
 import megatron_pgloss as pg
 from megatron_pgloss.cli import main
+from megatron_pgloss.logprobs.rows import backends
+from megatron_pgloss.logprobs.rows.cache import folder_problem
 from megatron_pgloss.spec.toml import LONGEST
+from megatron_pgloss.view import TokenCell, TokenRow, learning_curve, token_page
 
 OWN = 'components = [{kind = "term", name = "own", fn = "NAME"}]'
 
@@ -89,7 +94,7 @@ FILES: dict[str, bytes] = {
     "deep tables": ("[" + ".".join("a" * 1 for _ in range(3000)) + "]").encode(),
     "a number as a flag": b"components = [{kind = 'kl', count_rejected = 1}]",
     "text as a flag": b"components = [{kind = 'kl', count_rejected = 'no'}]",
-    "a fraction as a whole number": b"components = [{kind = 'policy_gradient'}]\ncorrections = [{kind = 'staleness', max_lag = 2.0}]",
+    "a fraction as a whole number": b"corrections = [{kind = 'staleness', max_lag = 2.0}]",
     "a number as a name": b"components = [{kind = 'kl', name = 3}]",
     "no list": b"components = 3",
     "a component that is none": b"components = [3]",
@@ -157,3 +162,49 @@ CALLS: dict[str, Callable[[], Any]] = {
 def test_a_bad_argument_ends_in_an_error_of_the_package(call: Callable[[], Any]) -> None:
     with pytest.raises(pg.PGLossError):
         call()
+
+
+def test_a_cache_that_others_can_write_to_is_not_loaded_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o755)
+    made = tmp_path / "new" / "cache"
+    assert folder_problem(made) is None and stat.S_IMODE(made.stat().st_mode) == 0o700
+    for mode, problem in ((0o755, None), (0o775, "mode 0775"), (0o702, "mode 0702")):
+        made.chmod(mode)
+        found = folder_problem(made)
+        assert (found is None) if problem is None else (found is not None and problem in found)
+    made.chmod(0o700)
+    (tmp_path / "link").symlink_to(made)
+    assert "is a link" in str(folder_problem(tmp_path / "link"))
+    (tmp_path / "file").touch()
+    assert "cannot be used" in str(folder_problem(tmp_path / "file"))
+    made.parent.chmod(0o777)
+    assert "others can replace it" in str(folder_problem(made))
+    made.parent.chmod(0o1777)  # as /tmp is: only the owner of a folder can replace it
+    assert folder_problem(made) is None
+    monkeypatch.setattr(os, "getuid", lambda: made.stat().st_uid + 1)
+    assert "belongs to user" in str(folder_problem(made))
+
+
+def test_the_compiled_backend_is_refused_with_such_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    backends._problem.cache_clear()
+    try:
+        assert "TORCHINDUCTOR_CACHE_DIR to a folder of your own" in str(backends.backend_problem("compiled"))
+        assert "no compiled: Inductor's cache" in backends.backend_report()["cpu"]
+    finally:
+        backends._problem.cache_clear()
+
+
+def test_a_link_where_a_page_goes_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    row = TokenRow("s", "p", "e", {}, (TokenCell("x", "user", "harness", {}),))
+    for name, make in (
+        ("page.html", lambda path: token_page([row], path, title="")),
+        ("curve.png", lambda path: learning_curve(path, {"a": ([0, 1], [0, 1])}, title="", x_label="", y_label="")),
+    ):
+        (tmp_path / name).symlink_to(precious)
+        assert make(tmp_path / name) == tmp_path / name
+        assert precious.read_text() == "mine" and not (tmp_path / name).is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["curve.png", "page.html", "precious"]

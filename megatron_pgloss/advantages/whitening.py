@@ -20,7 +20,7 @@ from megatron_pgloss.advantages.relative import group_relative
 from megatron_pgloss.advantages.reports import Moments
 from megatron_pgloss.advantages.termination import EFFECTS
 from megatron_pgloss.errors import DataError
-from megatron_pgloss.rollouts import TokenBatch
+from megatron_pgloss.rollouts import TokenBatch, arrays
 
 
 def whiten(
@@ -114,9 +114,11 @@ def _over(batch: TokenBatch, voters: Any, mask: Tensor | None) -> Tensor:
     stays_S = stays_S.to(torch.bool) & voting(voters, ids.rows)
     over_T = batch.action_T & stays_S[batch.seq_T]
     if mask is not None:
-        if mask.dtype != torch.bool or mask.shape != over_T.shape:
-            raise DataError("mask has the wrong type", expected=f"bool {list(over_T.shape)}", got=mask.dtype)
-        over_T = over_T & mask.cpu()
+        mask_T = arrays.tensor("mask", mask)
+        if mask_T.dtype != torch.bool or mask_T.shape != over_T.shape:
+            got = f"{mask_T.dtype} {list(mask_T.shape)}"
+            raise DataError("mask has the wrong type", expected=f"bool {list(over_T.shape)}", got=got)
+        over_T = over_T & mask_T
     return over_T
 
 

@@ -15,9 +15,9 @@ from megatron_pgloss import presets
 from megatron_pgloss.cli import _elsewhere, _example, _functions
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec import LossSpec, PolicyGradient, division, parse
-from megatron_pgloss.spec.base import nearest
 from megatron_pgloss.spec.functions import Functions
 from megatron_pgloss.spec.latex import latex
+from megatron_pgloss.spec.words import nearest
 
 
 def add(subparsers: Any) -> None:

@@ -9,10 +9,12 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megatron_pgloss.rollouts.arrays import Array
+from megatron_pgloss.rollouts.keywords import closed
 from megatron_pgloss.rollouts.place import Id
 from megatron_pgloss.rollouts.states import Author, Termination
 
 
+@closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """An unbroken run of tokens from one author."""
@@ -34,6 +36,7 @@ class Span:
     entry a token. What one policy span has, every policy span of the batch must have."""
 
 
+@closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
     """How the policy's tokens were drawn."""
@@ -47,6 +50,7 @@ class Sampler:
     """Whether reported log-probs are of the distribution drawn from, or of the raw logits."""
 
 
+@closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """One row the model reads: a rollout, or a part of one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from types import MappingProxyType
 from typing import Any, Self
@@ -10,6 +9,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron_pgloss.errors import SpecError
+from megatron_pgloss.spec.words import nearest
 
 
 class Part(BaseModel):
@@ -57,12 +57,6 @@ def unknown_key(owner: str, key: str, known: list[str]) -> SpecError:
         expected=f"one of {', '.join(known)}",
         fix=nearest(key, known) or f"remove {key!r}",
     )
-
-
-def nearest(word: str, known: list[str]) -> str | None:
-    """A hint ``did you mean ...?``, or None where nothing is close."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else None
 
 
 def _as_spec_error(owner: str, error: ValidationError) -> SpecError:

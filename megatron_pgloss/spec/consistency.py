@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_pgloss.errors import SpecError
-from megatron_pgloss.spec.base import nearest
 from megatron_pgloss.spec.masks import DropZeroAdvantage
 from megatron_pgloss.spec.policy_gradient import PolicyGradient
+from megatron_pgloss.spec.words import nearest
 
 if TYPE_CHECKING:
     from megatron_pgloss.spec.corrections import Correction

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal
 
 from megatron_pgloss.errors import SpecError
 
-
 _STEEPEST = 16
 """Exponent at which the power of any int64 count is still a float64: (2^63)^16 = 2^1008."""
 

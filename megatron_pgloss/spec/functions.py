@@ -12,7 +12,8 @@ from typing import Annotated, Any
 from pydantic import Field, field_serializer, field_validator
 
 from megatron_pgloss.errors import SpecError
-from megatron_pgloss.spec.base import Part, nearest
+from megatron_pgloss.spec.base import Part
+from megatron_pgloss.spec.words import nearest
 
 StreamName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$", max_length=32, strict=True)]
 """Key of ``TokenBatch``'s ``streams=``."""

@@ -12,7 +12,7 @@ from pydantic import ValidationInfo, field_validator, model_validator
 
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec import consistency, reads, toml
-from megatron_pgloss.spec.base import Part, nearest
+from megatron_pgloss.spec.base import Part
 from megatron_pgloss.spec.component import Component
 from megatron_pgloss.spec.components import AnyComponent
 from megatron_pgloss.spec.corrections import Correction
@@ -25,6 +25,7 @@ from megatron_pgloss.spec.masks import Mask
 from megatron_pgloss.spec.numbers import Positive
 from megatron_pgloss.spec.reads import BASE
 from megatron_pgloss.spec.roles import RoleTable
+from megatron_pgloss.spec.words import nearest
 
 Old = Literal["given", "policy", "record", "rollout", "interpolate"]
 __all__ = ["BASE", "LossSpec", "Old"]

@@ -17,9 +17,9 @@ from typing import Literal
 
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec import divisors
-from megatron_pgloss.spec.base import nearest
 from megatron_pgloss.spec.divisors import Divisor
 from megatron_pgloss.spec.levels import UNITS
+from megatron_pgloss.spec.words import nearest
 
 ALIASES = {
     "token-mean": "mean(token)",

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import model_validator
 
 from megatron_pgloss.errors import SpecError
-from megatron_pgloss.spec.base import nearest
 from megatron_pgloss.spec.functions import Function
 from megatron_pgloss.spec.kinds import Kind, one_of
 from megatron_pgloss.spec.letters import SHORT_UNIT
+from megatron_pgloss.spec.words import nearest
 
 __all__ = ["CustomRatio", "Ratio"]
 

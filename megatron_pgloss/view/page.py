@@ -18,6 +18,7 @@ from megatron_pgloss.view.cells import (
     signed,
     summarize,
 )
+from megatron_pgloss.view.file import write
 from megatron_pgloss.view.optional import require
 from megatron_pgloss.view.palette import MINUS, PLUS, role_colours
 from megatron_pgloss.view.text import is_line_end, pieces, printable, visible
@@ -84,10 +85,7 @@ def token_page(
             for prompt, episodes in by_prompt(rows).items()
         ],
     )
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(page, encoding="utf-8")
-    return target
+    return write(path, page.encode("utf-8"))
 
 
 def _row(row: TokenRow, summary: Summary, classes: Mapping[str, str]) -> dict[str, Any]:
