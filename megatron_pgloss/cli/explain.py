@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import ast
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_pgloss import presets
-from megatron_pgloss.cli import _elsewhere, _example, _functions
+from megatron_pgloss.cli import _elsewhere, _example, _flags, _functions
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec import LossSpec, PolicyGradient, division, parse
 from megatron_pgloss.spec.functions import Functions
@@ -45,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     """Print, and return 0."""
     functions = _functions.offered(args.functions)
     if args.compare:
-        print(compare(args.compare, functions))
+        given = [] if args.what is None else [(args.what, resolve(args.what, keywords(args.parts), functions)[1])]
+        print(compare(args.compare, functions, given))
     elif args.what is None:
         print(listing())
     else:
@@ -110,8 +112,10 @@ def explain(spec: LossSpec, name: str | None = None) -> str:
     parts.append(_section("reads", "\n".join(reads(spec))))
     parts.append(_section("example", f"{_example.TEXT}\n{example(spec)}"))
     parts += [_section("worth knowing", "\n".join(notes))] if (notes := remarks(spec)) else []
-    if name is not None:
-        parts.append(_section("elsewhere", "\n".join(elsewhere(name))))
+    known = name or _flags.preset_of(spec)
+    if known is not None:
+        title = "elsewhere" if name is not None else f"elsewhere (this is {known})"
+        parts.append(_section(title, "\n".join(_flags.lines(spec, known))))
     return "\n\n".join(parts)
 
 
@@ -166,27 +170,18 @@ def remarks(spec: LossSpec) -> list[str]:
     return notes
 
 
-def elsewhere(name: str) -> list[str]:
-    """Flags that give the preset in other libraries, with known differences."""
-    known, lines = _elsewhere.ELSEWHERE.get(name, {}), []
-    for library in _elsewhere.LIBRARIES:
-        if library not in known:
-            lines.append(f"{library}: no counterpart that we know of")
-            continue
-        flags, differs = known[library]
-        lines.append(f"{library}: {flags}")
-        lines += [f"  differs: {differs}"] if differs else []
-    lines += [f"{library}, always: {text}" for library, text in _elsewhere.ALWAYS.items() if library in known]
-    return lines
-
-
-def compare(names: list[str], functions: Functions | None = None) -> str:
+def compare(names: list[str], functions: Functions | None = None, given: Sequence[tuple[str, LossSpec]] = ()) -> str:
     """The example's policy-gradient weights under every name, side by side.
+
+    Args:
+        names: modes, presets, files and paths.
+        functions: what a file may name.
+        given: specs, by what to call them, that stand before the names.
 
     Raises:
         SpecError: a name that is no mode, preset, file or normaliser path.
     """
-    rows = [(name, *_named(name, functions)) for name in names]
+    rows = [(name, spec, "") for name, spec in given] + [(name, *_named(name, functions)) for name in names]
     width = max(len("weight of a token"), *(len(name) for name, _, _ in rows)) + 2
     short, long = _example.LENGTHS
     lines = [f"{_example.TEXT}\n"]

@@ -68,6 +68,9 @@ def _size(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; the exit code is 1 where a layout is off."""
+    from megatron_pgloss.verify.run.quiet import hush
+
+    hush()
     args.offered = _functions.offered(args.functions)
     from megatron_pgloss.verify.run.command import command, settle_device
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,7 +66,6 @@ def command(args: argparse.Namespace) -> int:
             "no layout fits the launched processes", expected=f"at least {min(one.world or 1 for one in wanted)}",
             got=launch.size, fix="torchrun --nproc-per-node N -m megatron_pgloss verify ...",
         )  # fmt: skip
-    hush()
     started = time.monotonic()
     outcomes: list[Outcome] = []
     with _Progress(len(layouts), launch.rank) as report, launch.last_words() as ended:
@@ -177,13 +174,6 @@ def own_layout(given: dict[str, Any], processes: int) -> Scenario:
     if max(layout.cp, layout.ep) % min(layout.cp, layout.ep):
         raise LayoutError("cp and ep do not divide each other", got=f"cp {layout.cp}, ep {layout.ep}")
     return Scenario(world=max(1, processes // unit) * unit, **fields)
-
-
-def hush() -> None:
-    """Libraries' notices about themselves, once for each rank and model, would bury the table."""
-    warnings.simplefilter("ignore")
-    for name in ("megatron.core", "torch.utils.cpp_extension"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 class _Progress:
