@@ -20,6 +20,7 @@ if not _MISSING:
         SpecError,
         UnsupportedError,
     )
+    from megatron_pgloss.finishing import finish
     from megatron_pgloss.logprobs import TokenLogprobs, token_logprobs
     from megatron_pgloss.objective import LossOutput, policy_loss, weighted_sum
     from megatron_pgloss.planning import MicroBatch, Plan, Split, minibatches, plan, voters
@@ -51,6 +52,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "advantages",
+    "finish",
     "minibatches",
     "plan",
     "policy_loss",

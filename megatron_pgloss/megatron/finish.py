@@ -64,18 +64,6 @@ def collect(
     return fold(names, numbers), place, bool((rows[speaking, 3] == 1).any())
 
 
-def results(metrics: Mapping[str, Metric], plan: Plan) -> dict[str, float]:
-    """The step's numbers by name: metrics, the plan's counts, effective sample sizes, the loss with coefficients."""
-    found = {name: metric.result() for name, metric in metrics.items() if not name.endswith("/fault_at")}
-    for name, counts in plan.counts.items():
-        found |= {f"{name}/n_{what.replace(' ', '_')}": float(count) for what, count in counts.items()}
-        if f"{name}/ratio_sq" in found:
-            # Of the member tokens, how many equally weighted ones the ratios are worth: (sum r)^2 / (n sum r^2).
-            found[f"{name}/ess"] = found[f"{name}/ratio"] ** 2 / found[f"{name}/ratio_sq"]
-    found["loss"] = sum(coef * found[f"{name}/loss"] for name, coef in plan.coef.items())
-    return found
-
-
 def _place(mine: Mapping[str, Metric], plan: Plan) -> str:
     """Where this rank's first fault is, or the empty string."""
     for name, metric in mine.items():

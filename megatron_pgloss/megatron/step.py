@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_pgloss import finishing
 from megatron_pgloss.errors import DataError, LayoutError, PGLossError, SpecError
 from megatron_pgloss.megatron import counting, factors, finish, forward_only, mtp, outputs
 from megatron_pgloss.megatron.head import HeadMode
@@ -249,7 +250,7 @@ class PolicyLossStep(Runtime):
         if updated:  # an evaluation is none
             made.mark_updated()
         self.close()
-        results = finish.results(metrics, made)
+        results = finishing.results(metrics, made)
         error = finish.nonfinite(metrics, place)
         if made.recorder is not None and updated:
             if error is None or self.on_nonfinite == "report":
