@@ -22,6 +22,7 @@ if not _MISSING:
     )
     from megatron_pgloss.finishing import finish
     from megatron_pgloss.logprobs import TokenLogprobs, token_logprobs
+    from megatron_pgloss.mismatch import mismatch
     from megatron_pgloss.objective import LossOutput, policy_loss, weighted_sum
     from megatron_pgloss.planning import MicroBatch, Plan, Split, minibatches, plan, voters
     from megatron_pgloss.rollouts import Author, Sampler, Span, Termination, TokenBatch, Trace
@@ -54,6 +55,7 @@ __all__ = [
     "advantages",
     "finish",
     "minibatches",
+    "mismatch",
     "plan",
     "policy_loss",
     "presets",

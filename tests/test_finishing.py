@@ -30,7 +30,7 @@ def batch(rows: tuple[int, ...], prompts: str = "xxy") -> pg.TokenBatch:
 
 def given(logp: torch.Tensor) -> pg.TokenLogprobs:
     """Log-probs of one's own, without logits."""
-    return pg.TokenLogprobs(logprobs=logp)
+    return pg.TokenLogprobs(logprob=logp)
 
 
 def step(

@@ -64,7 +64,7 @@ class GAEReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Of the tokens that were whitened, over all ranks."""
+    """Of what was whitened, tokens or sequences, over all ranks."""
 
     count: int
     mean: float
@@ -72,4 +72,4 @@ class Moments:
     """With ``n - 1``; 0 where fewer than two tokens or all are equal: then nothing was divided."""
 
     def __str__(self) -> str:
-        return f"{self.count} tokens, mean {self.mean:g}, standard deviation {self.std:g}"
+        return f"{self.count} numbers, mean {self.mean:g}, standard deviation {self.std:g}"

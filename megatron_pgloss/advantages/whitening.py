@@ -24,7 +24,13 @@ from megatron_pgloss.rollouts import TokenBatch, arrays
 
 
 def whiten(
-    batches: Batches, *, scale: bool = True, voters: Any = None, mask: Tensor | None = None, group: Any = None
+    batches: Batches,
+    *,
+    scale: bool = True,
+    over: Literal["tokens", "sequences"] = "tokens",
+    voters: Any = None,
+    mask: Tensor | None = None,
+    group: Any = None,
 ) -> tuple[Batches, Moments]:
     """Advantages to mean 0 and standard deviation 1 over the action tokens of the step, on all ranks together.
 
@@ -33,6 +39,8 @@ def whiten(
     Args:
         batches: rollouts with stream ``advantages``.
         scale: False only centres.
+        over: ``sequences``: mean and deviation are those of the rows' means, each row once, so that a long answer has
+            no more say in them than a short one; applied to the tokens all the same.
         voters: bool [S]: rows that stay in the loss; faults never do.
         mask: bool [T], target-aligned: action tokens to take; default all.
         group: process group of data-parallel ranks, as in `group_relative`.
@@ -54,9 +62,12 @@ def whiten(
         stream_T = batch.streams["advantages"].to(torch.float64)
         over_T = state["over"] = _over(batch, voters, mask)
         finite("stream 'advantages'", stream_T, over_T, batch)
-        return _row_moments(batch, torch.where(over_T, stream_T, 0), over_T)
+        rows = _row_moments(batch, torch.where(over_T, stream_T, 0), over_T)
+        return [(1, mean, 0.0) for _, mean, _ in rows] if over == "sequences" else rows
 
-    ranks, _ = exchange("whiten", make, group, (scale,))
+    if over not in ("tokens", "sequences"):
+        raise DataError(f"over={over!r}", expected="tokens, sequences")
+    ranks, _ = exchange("whiten", make, group, (scale, over))
     moments = _merged([row for rows in ranks for row in rows])
     batch = state["batch"]
     if batch is None:
@@ -75,10 +86,12 @@ def reinforce_plus_plus(
     baseline: Literal["none", "group"] = "none",
     token_rewards: Tensor | None = None,
     gamma: float = 1.0,
+    statistics: Literal["tokens", "sequences"] = "tokens",
     voters: Any = None,
     group: Any = None,
 ) -> tuple[Batches, Moments]:
-    """REINFORCE++ (2501.03262): the return of each token, whitened over the tokens of the whole step.
+    """REINFORCE++ (2501.03262): the return of each token, whitened over the tokens of the whole step, or (``statistics=
+    "sequences"``) by mean and deviation of one number a sequence.
 
     ``none``: ``whiten(sum_{k>=t} gamma^(k-t) r_k)``, r being ``token_rewards`` (`kl_penalty`) and, on the last action
     of the episode, its reward. ``group``: the episode's reward, token rewards added, less its group's mean, on every
@@ -90,7 +103,7 @@ def reinforce_plus_plus(
         centred, _ = group_relative(
             batches, rewards, scale="none", token_rewards=token_rewards, voters=voters, group=group
         )
-        return whiten(centred, voters=voters, group=group)
+        return whiten(centred, over=statistics, voters=voters, group=group)
     if baseline != "none":
         raise DataError(f"baseline={baseline!r}", expected="none, group")
     merged = merge(batches)
@@ -99,7 +112,7 @@ def reinforce_plus_plus(
         batches, rewards, values=zero_T, token_rewards=token_rewards, gamma=gamma, lam=1.0, bootstrap="none",
         group=group, caller="reinforce_plus_plus",
     )  # fmt: skip
-    return whiten(returns, voters=voters, group=group)
+    return whiten(returns, over=statistics, voters=voters, group=group)
 
 
 def _kind(rewards: Any) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -138,6 +139,9 @@ def _one_a_token(row: StreamSpec, value: Any, count: int | None, place: str) -> 
     """A span's stream in the dtype of the table: [n], or [n, k] of ids; None: any number of tokens."""
     field, words = _OWN.get(row.argument, (row.argument, row.argument))
     called = f"{field} of {place}"
+    if row.argument == "rollout_logprobs" and isinstance(value, list | tuple):
+        # Not scored by the sampler: `TokenBatch.with_unscored` says what then holds, and without it the plan refuses.
+        value = [math.nan if item is None else item for item in value]
     if row.dtype == "ids":
         found = _ids(called, value)
     else:

@@ -24,8 +24,9 @@ class Span:
     author: Author | Literal["policy", "environment", "harness", "renderer", "verifier", "copied"]
     """Who wrote it; decides membership."""
     tokens: Sequence[int] | Tensor | Array
-    logprobs: Sequence[float] | Tensor | Array | None = None
-    """For policy spans: the sampler's own log-prob of every token."""
+    logprobs: Sequence[float | None] | Tensor | Array | None = None
+    """For policy spans: the sampler's own log-prob of every token; None in the list for one that it did not score
+    (`TokenBatch.with_unscored`)."""
     version: int | Sequence[int] | Tensor | Array | None = None
     """For policy spans: version of the weights that sampled it, or of each token where they changed on the way."""
     kept_sets: Sequence[Sequence[int]] | Tensor | Array | None = None
