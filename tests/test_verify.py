@@ -65,6 +65,11 @@ name = "mine"
 fn = "mine:{fn}"
 coef = 0.1
 needs = ["old"]
+[[corrections]]
+kind = "truncated_is"
+of = "policy"
+high = 1.2
+normalize = "sequence"
 """)
     return file
 

@@ -114,7 +114,7 @@ def _corrections(
             raw_N = corrections.raw_weight(rule, log_N, units, voters_N, x.bound)
             cut_N = (raw_N > rule.high) | (raw_N < rule.low)
             truncated_N = cut_N if truncated_N is None else truncated_N | cut_N
-            if rule.normalize:
+            if rule.normalizes:
                 one_N = one_N / micro.plan.constants[f"is_mean/{spec.corrections.index(rule)}/{part.name}"]
         weight_N = one_N if weight_N is None else weight_N * one_N
     return weight_N, truncated_N, passes_N

@@ -51,7 +51,11 @@ def apply(rule: Correction, log_ratio_N: Tensor, units: Mapping[str, UnitSums], 
 
 
 def _truncated_is(rule: TruncatedIS, x: Ratios) -> Told:
-    return raw_weight(rule, x.log_N, x.units, x.voters_N, x.bound).clamp(rule.low, rule.high), None
+    weight_N = raw_weight(rule, x.log_N, x.units, x.voters_N, x.bound).clamp(rule.low, rule.high)
+    if rule.normalize == "sequence":
+        mean_N, told_N = _joined(weight_N, x.units["sequence"], "mean", x.voters_N)
+        weight_N = torch.where(told_N, weight_N / torch.where(told_N, mean_N, 1), 1)
+    return weight_N, None
 
 
 def _icepop(rule: IcePop, x: Ratios) -> Told:

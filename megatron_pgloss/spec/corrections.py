@@ -91,9 +91,10 @@ class TruncatedIS(RatioCorrection):
     low: Distance = 0.0
     """Weights below are raised to it; 0 is off."""
     high: Positive = 2.0
-    normalize: Flag = False
+    normalize: Flag | Literal["sequence"] = False
     """Divide by the mean weight of the global batch, over the trained tokens (level token) or over the units that have
-    one (other levels)."""
+    one (other levels). ``sequence`` (level token): by the mean weight of the sequence, over its action tokens as
+    sampled (self-normalised importance sampling): the weights of a sequence are 1 on average."""
     on: tuple[str, ...] = ("rl",)
 
     @property
@@ -101,10 +102,25 @@ class TruncatedIS(RatioCorrection):
         """Always."""
         return True
 
+    @model_validator(mode="after")
+    def _of_tokens(self) -> TruncatedIS:
+        if self.normalize == "sequence" and self.level != "token":
+            raise SpecError(
+                "TruncatedIS(normalize='sequence') divides the weights of tokens by their mean",
+                expected="level='token'",
+                got=f"level={self.level!r}",
+            )
+        return self
+
     @property
     def normalizes(self) -> bool:
-        """As ``normalize`` says."""
-        return self.normalize
+        """As ``normalize`` says, over the batch; within a sequence nothing is decided over the step."""
+        return self.normalize is True
+
+    @property
+    def asks_units(self) -> bool:
+        """A statistic of ratios, or the mean of weights."""
+        return self.statistic_unit is not None or self.normalize == "sequence"
 
     @property
     def statistic_unit(self) -> str | None:
@@ -126,7 +142,8 @@ class TruncatedIS(RatioCorrection):
         over = {"token": "{}", "sequence": "prod_seq {}", "turn": "prod_turn {}", "geometric": "geomean_seq {}"}
         r = over.get(self.level, "geomean_turn {}").format(self._r)
         weight = f"min({r}, {self.high:g})" if not self.low else f"clip({r}, {self.low:g}, {self.high:g})"
-        return f"times {weight}" + (", over its mean in the batch" if self.normalize else "")
+        over_mean = {True: ", over its mean in the batch", "sequence": ", over its mean in the sequence"}
+        return f"times {weight}{over_mean.get(self.normalize, '')}"
 
 
 class IcePop(RatioCorrection):
