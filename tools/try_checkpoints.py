@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 
 TYPES = ("fully_reshardable", "dp_reshardable", "fully_sharded_model_space", "dp_zero_gather_scatter")
 LAYOUTS: dict[str, dict[str, int]] = {"dp 2": {}, "tp 2": {"tp": 2}}
+PAIRS = (("dp 2", "dp 2"), ("tp 2", "tp 2"), ("dp 2", "tp 2"))
 
 
 def made(layout: dict[str, int], seed: int) -> tuple[list[Any], Any]:
@@ -39,9 +40,7 @@ def made(layout: dict[str, int], seed: int) -> tuple[list[Any], Any]:
         for chunk in chunks:
             for param in chunk.parameters():
                 param.data.mul_(0.5)
-    config = OptimizerConfig(
-        optimizer="adam", lr=1e-2, weight_decay=0.0, clip_grad=0.0, use_distributed_optimizer=True
-    )
+    config = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.0, clip_grad=0.0, use_distributed_optimizer=True)
     return chunks, get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
 
 
@@ -79,7 +78,8 @@ def attempt(kind: str, saved: str, loaded: str, folder: Path, *, mended: bool) -
     """What came of one type, saved on one layout and loaded on another.
 
     Args:
-        mended: set Adam's own count of updates by hand, which loading leaves at that of the new optimizer.
+        mended: give each parameter Adam's count of updates by hand: loading leaves one tensor for all of them, which
+            then counts a step for each parameter.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.utils import unwrap_model
@@ -108,7 +108,7 @@ def attempt(kind: str, saved: str, loaded: str, folder: Path, *, mended: bool) -
             if mended:
                 for part in getattr(optimizer, "chained_optimizers", [optimizer]):
                     for moments in part.optimizer.state.values():
-                        moments["step"].fill_(float(found["updates"]))
+                        moments["step"] = torch.tensor(float(found["updates"]))
         update(chunks, optimizer, 3)
         got = weights(chunks)
         worst = max(float((got[name] - value).abs().max()) for name, value in expected.items())
@@ -128,7 +128,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     found = {}
     for kind in sys.argv[2:] or TYPES:
-        for saved, loaded in (("dp 2", "dp 2"), ("dp 2", "tp 2"), ("tp 2", "dp 2")):
+        for saved, loaded in PAIRS:
             mine = attempt(kind, saved, loaded, folder, mended=True)
             everyone: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, mine)
