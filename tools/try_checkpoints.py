@@ -1,4 +1,4 @@
-"""Which of Megatron's ways to save the distributed optimizer save and load here, tried: docs/checkpoints.md is made of it.
+"""Which of Megatron's ways to save the distributed optimizer save and load here: docs/checkpoints.md is made of it.
 
     torchrun --nproc-per-node 2 tools/try_checkpoints.py FOLDER [TYPE ...]
 
@@ -113,7 +113,7 @@ def attempt(kind: str, saved: str, loaded: str, folder: Path, *, mended: bool) -
         got = weights(chunks)
         worst = max(float((got[name] - value).abs().max()) for name, value in expected.items())
         return "same" if worst == 0 else f"differs by {worst:.1e}"
-    except Exception as error:  # whatever it is, it is the finding
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
         return f"{step} fails: {type(error).__name__}: {str(error).splitlines()[0][:90] if str(error) else ''}"
     finally:
         destroy_parallel()
