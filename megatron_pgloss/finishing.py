@@ -90,8 +90,25 @@ def results(metrics: Mapping[str, Metric], plan: Plan) -> dict[str, float]:
         if f"{name}/ratio_sq" in found:
             # Of the member tokens, how many equally weighted ones the ratios are worth: (sum r)^2 / (n sum r^2).
             found[f"{name}/ess"] = found[f"{name}/ratio"] ** 2 / found[f"{name}/ratio_sq"]
+    found |= _units_not_named(plan)
     found["loss"] = sum(coef * found[f"{name}/loss"] for name, coef in plan.coef.items())
     return found
+
+
+def _units_not_named(plan: Plan) -> dict[str, float]:
+    """Counted prompts and episodes that ids were given for and no path names, where one rank holds all the data.
+
+    On several data-parallel ranks a unit may straddle them, and counting it once would take a gather of its own.
+    """
+    if plan.ranks.data_size > 1 or plan.batch is None:
+        return {}
+    given = {"prompt": plan.batch.prompt_ids, "episode": plan.batch.episode_ids}
+    return {
+        f"{part.tokens.component.name}/n_{unit}": float(part.alive[unit].sum())
+        for part in plan.local.counts
+        for unit, ids in given.items()
+        if ids is not None and unit not in plan.counts[part.tokens.component.name]
+    }
 
 
 def _folded(names: Sequence[str], reports: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:

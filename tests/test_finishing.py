@@ -72,7 +72,10 @@ def check(found: dict[str, float]) -> None:
 @pytest.mark.parametrize("split", [1, 2, 3])
 def test_numbers_of_a_step_by_hand(split: int) -> None:
     plan, outputs, weight = step((0, 1, 2), split=split)
-    check(pg.finish(plan, outputs, parameters=[weight]))
+    found = pg.finish(plan, outputs, parameters=[weight])
+    check(found)
+    # Prompts x and y; nobody gave episode ids, and the path names neither.
+    assert found["rl/n_prompt"] == 2 and "rl/n_episode" not in found
     refused(pg.LayoutError, lambda: pg.finish(plan, outputs[1:]), "another number of micro-batch outputs", "rank 0")
     refused(pg.DataError, lambda: pg.finish(plan, outputs, on_nonfinite="skip"), "raise, report")  # type: ignore[arg-type]
 
