@@ -13,7 +13,7 @@ from hunt import Hunt
 from rollouts import Rollout
 
 from megatron_pgloss import Plan
-from megatron_pgloss.view import TokenCell, TokenRow, learning_curve, token_page
+from megatron_pgloss.view import learning_curve, rows_of_plan, token_page
 
 SHOWN = {
     "success": "success",
@@ -116,7 +116,11 @@ class Logbook:
         """Write the rows of the last optimizer step that this rank holds as one coloured page; say where it lies."""
         if not installed("jinja2"):
             return "no token page (pip install jinja2)"
-        rows = token_rows(plan, rollouts, hunt)
+        assert plan.batch is not None and plan.batch.sample_ids is not None
+        by_name = {rollout.name: rollout for rollout in rollouts}
+        mine = [by_name[str(name)] for name in plan.batch.sample_ids]
+        facts = {"number": [one.hidden for one in mine], "reward": [f"{one.reward:.2f}" for one in mine]}
+        rows = rows_of_plan(plan, decode=hunt.decode, facts=facts)
         return str(
             token_page(rows, self.folder / "tokens.html", title=title, subtitle="rows of the last optimizer step")
         )
@@ -142,32 +146,3 @@ def _bar(total: int) -> Any:
     bar.add_task("train", total=total, figures="")
     bar.start()
     return bar
-
-
-def token_rows(plan: Plan, rollouts: list[Rollout], hunt: Hunt) -> list[TokenRow]:
-    """The plan's rows with role, membership, weight and advantage of every token."""
-    batch, by_name = plan.batch, {rollout.name: rollout for rollout in rollouts}
-    assert batch is not None and batch.sample_ids is not None
-    rows = []
-    for row, name in enumerate(batch.sample_ids):
-        start, end = int(batch.cu_S1[row]), int(batch.cu_S1[row + 1])
-        rollout = by_name[str(name)]
-        # Position t is about the token after it, so a row's first token is described by none.
-        cells = [TokenCell(hunt.decode(rollout.tokens[0]), "system", "harness", {})]
-        for at in range(start, end - 1):
-            role, author = (batch.words[int(batch.labels[label][at])] for label in ("role", "author"))
-            parts = {
-                part: (bool(plan.components[part].member_T[at]), float(plan.components[part].weight_T[at]))
-                for part in plan.coef
-            }
-            action = bool(batch.action_T[at])
-            cells.append(
-                TokenCell(
-                    hunt.decode(int(batch.targets_T[at])), role, author, parts,
-                    advantage=float(batch.streams["advantages"][at]) if action else None,
-                    logprob=float(batch.streams["old"][at]) if "old" in batch.streams else None,
-                )
-            )  # fmt: skip
-        facts = {"reward": f"{rollout.reward:.2f}", "end": "success" if rollout.success else "failure"}
-        rows.append(TokenRow(str(name), f"number {rollout.hidden}", str(rollout.index), facts, tuple(cells)))
-    return rows

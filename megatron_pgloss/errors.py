@@ -38,6 +38,11 @@ class PGLossError(ValueError):
         line = "; ".join(parts)
         super().__init__(f"{line}. Fix: {fix}" if fix else line)
 
+    def located(self, place: object) -> Self:
+        """The same error with ``place`` (a file, a rank) in front of where it is."""
+        where = place if self.where is None else f"{place}, {self.where}"
+        return type(self)(self.what, expected=self.expected, got=self.got, where=where, fix=self.fix)
+
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword-only arguments do not survive the default pickling of exceptions, and errors cross process borders.
         return (_rebuild, (type(self), self.what, self.expected, self.got, self.where, self.fix))

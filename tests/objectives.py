@@ -119,6 +119,7 @@ CORRECTIONS: dict[str, Any] = built(Correction) | {
     **{f"IS by {level}": TIS(level=level, low=0.9, high=1.2) for level in ("sequence", "turn", "geometric")},
     "IS by turn, geometric": TIS(level="turn_geometric", high=1.1),
     "IS, mean 1": TIS(high=1.2, normalize=True),
+    "IS, mean 1 in the sequence": TIS(high=1.2, normalize="sequence"),
     "IS by sequence, mean 1": TIS(level="sequence", high=1.5, normalize=True),
     "IS of a KL": TIS(high=1.1, on=("rl", "kl")),
     "band without weight": pg.spec.IcePop(low=0.8, high=1.4, weight=False),

@@ -186,7 +186,7 @@ def test_lengths_of_episodes_and_penalties_on_them() -> None:
     near(A.soft_overlong([0, 6, 7, 8, 10, 99], limit=10, buffer=4), [0.0, 0.0, -0.25, -0.5, -1.0, -1.0])
     near(A.soft_overlong([8], limit=10, buffer=4, penalty=0.2), [-0.1])
     near(A.linear_length(torch.tensor([3, 5, 9]), 0.5, free=4), [0.0, -0.5, -2.5])
-    refused(pg.DataError, lambda: A.soft_overlong([1], limit=10, buffer=0), "buffer=0")
+    refused(pg.DataError, lambda: A.soft_overlong([1], limit=10, buffer=0), "buffer must lie in (0, 10]")
     refused(pg.DataError, lambda: A.linear_length([1.5], 0.1), "whole numbers")
 
 

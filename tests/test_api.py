@@ -18,8 +18,8 @@ PUBLIC = (
     "LossOutput LossSpec MicroBatch NLL NonFiniteError PGLossError Plan PolicyGradient REAL Ratio RatioGate "
     "RatioMask Reinforce Reject RoleTable SAPO Sampler SecondMomentGate SequenceGate Span SpecError Split "
     "Staleness Statistic Surrogate TOPR TVGate Term Termination TokenBatch TokenLogprobs TopKDistill Trace TruncatedIS "
-    "Unclipped UnsupportedError UserMask VESPO Value Veto __version__ advantages minibatches plan policy_loss presets "
-    "statistics_pass token_logprobs voters weighted_sum"
+    "Unclipped UnsupportedError UserMask VESPO Value Veto __version__ advantages finish minibatches mismatch plan "
+    "policy_loss presets statistics_pass token_logprobs voters weighted_sum"
 )
 VOCAB, B, L = 11, 8, 7
 

@@ -66,6 +66,22 @@ def test_a_weight_is_bounded_before_exp() -> None:
         near(weights_of(batch, reinforce(rule, log_ratio_bound=3.0)), [math.exp(3)])
 
 
+def test_weights_of_mean_one_within_a_sequence() -> None:
+    """Ratios 2, 4, 1/2, 8 have mean 29/8 and are cut at 3 to mean 17/8; a single one becomes 1. The mean is over what
+    was sampled, also where a mask leaves one token of it."""
+    batch = pictured(*ROWS, **LEFT)
+    rule = pg.TruncatedIS(high=100.0, normalize="sequence")
+    near(weights_of(batch, reinforce(rule)), [2 / 3.625, 4 / 3.625, 0.5 / 3.625, 8 / 3.625, 1], 1e-13)
+    cut = pg.TruncatedIS(high=3.0, normalize="sequence")
+    near(weights_of(batch, reinforce(cut)), [2 / 2.125, 3 / 2.125, 0.5 / 2.125, 3 / 2.125, 1], 1e-13)
+    both = reinforce(rule, pg.IcePop(low=0.5, high=2.0, weight=False))
+    near(weights_of(batch, both), [2 / 3.625, 0.5 / 3.625], 1e-13)
+    refused(pg.SpecError, lambda: pg.TruncatedIS(level="turn", normalize="sequence"), "level='token'", "level='turn'")
+    assert "over its mean in the sequence" in str(pg.presets.ppo(corrections=[rule]))
+    assert not pg.presets.ppo(corrections=[pg.TruncatedIS(of="policy", normalize="sequence")]).needs_statistics_pass
+    assert not pg.presets.ppo(corrections=[pg.TruncatedIS(of="policy", normalize="sequence")]).by_token
+
+
 def test_weights_of_mean_one_over_tokens_and_over_units() -> None:
     batch = pictured(*ROWS, **LEFT)
     token = pg.TruncatedIS(high=100.0, normalize=True)

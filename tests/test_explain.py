@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -62,17 +64,17 @@ def kinds(union: Any) -> tuple[type, ...]:
     return get_args(get_args(union)[0])
 
 
-EXAMPLES: dict[str, dict[str, Any]] = {
-    "CISPO": {"high": 4.0}, "TVGate": {"high": 0.2}, "SequenceGate": {"threshold": 0.1}, "Veto": {"low": 0.1},
-    "RatioMask": {"low": 0.5, "high": 2.0}, "Reject": {"high": 1.0}, "Staleness": {"max_lag": 2},
-    "Surrogate": {"fn": "test_explain:mine"}, "Gate": {"fn": "test_explain:mine"},
-    "Term": {"fn": "test_explain:mine", "name": "t"},
-}  # fmt: skip
-
-
 def mine(x: Any) -> Any:
     """A function of the user's own."""
     return x.log_ratio
+
+
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "CISPO": {"high": 4.0}, "TVGate": {"high": 0.2}, "SequenceGate": {"threshold": 0.1}, "Veto": {"low": 0.1},
+    "RatioMask": {"low": 0.5, "high": 2.0}, "Reject": {"high": 1.0}, "Staleness": {"max_lag": 2},
+    "Surrogate": {"fn": mine}, "Gate": {"fn": mine},
+    "Term": {"fn": mine, "name": "t"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [*kinds(AnySurrogate), *kinds(AnyComponent), *kinds(AnyGate), *kinds(Correction)])
@@ -232,7 +234,7 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert ", changed: arXiv 2402.03300" in text and "N_prompt: prompts of the step with a counted token" in text
     file = tmp_path / "loss.toml"
     file.write_text(pg.presets.dapo(old="rollout").to_toml())
-    assert "r = pi/mu" in output(str(file)) and "elsewhere" not in output(str(file))
+    assert "r = pi/mu" in output(str(file)) and "elsewhere" not in output(str(file))  # no library has flags for it
     assert "verl:token-mean" in output() and "dapo " in output()
     assert "the same weights" in output("--compare", "verl:token-mean", "trl:dapo")
     assert "did you mean 'dapo'?" in output("dpao", code=2)
@@ -285,3 +287,67 @@ def test_masks_say_their_reason() -> None:
         part = mask(on=("rl",), **({"name": "m"} if mask is pg.UserMask else {}))
         assert f"mask: {part.reason} on" in str(pg.presets.ppo(masks=[part]))
     assert letters.BASES.keys() == {"given", "policy", "record", "rollout", "interpolate"}
+
+
+def flags_of(text: str) -> dict[str, str]:
+    """Library to its line in the section "elsewhere"."""
+    lines = text[text.index("\nelsewhere") :].splitlines()
+    found = (line.strip().split(": ", 1) for line in lines if re.match(r"  \S", line) and ", always" not in line)
+    return {pair[0]: pair[1] for pair in found if len(pair) == 2}
+
+
+@pytest.mark.parametrize("name", _elsewhere.ELSEWHERE)
+def test_a_preset_as_it_is_has_the_flags_of_the_table(name: str) -> None:
+    for library, line in flags_of(explain.explain(built(name), name)).items():
+        assert ("no counterpart" in line) == (library not in _elsewhere.ELSEWHERE[name])
+        assert "no flag" not in line and "{" not in line and "  " not in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "verl", "trl"),
+    [
+        ("dapo low=0.3", "clip_ratio_low=0.3 actor.clip_ratio_high=0.28", "epsilon=0.3, epsilon_high=0.28"),
+        ("grpo kl=0.5", "kl_loss_coef=0.5 actor.kl_loss_type=low_var_kl", "beta=0.5"),
+        ("grpo kl=0", "actor.loss_agg_mode=seq-mean-token-mean", "beta=0"),
+        ("grpo kl_estimator=k2", "kl_loss_type=mse", "no flag that we know of for a KL term of estimator k2"),
+        ("grpo normalizer='mean(token)'", "token-mean", "loss_type='dapo'"),
+        ("grpo normalizer='sum(token)'", "no flag that we know of for sum(token)", "no flag"),
+        ("dr_grpo budget=512", "seq-mean-token-sum-norm actor.loss_scale_factor=512", "max_completion_length=512"),
+        ("ppo dual=3", "clip_ratio_c=3", "no flag that we know of for dual"),
+        ("ppo entropy=0.5", "entropy_coeff=0.5", "no flag that we know of for entropy=0.5"),
+        ("cispo high=3", "clip_ratio_high=3", "epsilon_high=4"),
+        ("icepop ceiling=7", "rollout_is_threshold='0.5_7'", "no flags"),
+        ("dapo log_ratio_bound=10", "no flags that we know of", "no flags that we know of"),
+        ("dapo old='rollout'", "no flags that we know of", "no flags that we know of"),
+    ],
+)
+def test_flags_are_those_of_the_changed_spec_or_not_shown(
+    arguments: str, verl: str, trl: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, part = arguments.split(" ", 1)
+    assert main(["explain", name, "--set", part.replace("'", "") if "normalizer" in part else part]) == 0
+    found = flags_of(capsys.readouterr().out)
+    assert verl in found["verl"] and trl in found["TRL"]
+
+
+def test_a_file_has_the_flags_of_the_preset_that_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "loss.toml"
+    file.write_text(pg.presets.gspo(high=5e-4).to_toml())
+    assert main(["explain", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert "elsewhere (this is gspo)" in text
+    assert "clip_ratio_low=0.0003 actor.clip_ratio_high=0.0005" in flags_of(text)["verl"]
+
+
+def test_compare_takes_the_preset_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "dapo", "--set", "coef=2", "--compare", "grpo"]) == 0
+    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines() if line.startswith(("dapo", "grpo"))]
+    assert rows == [["dapo", "0.00181818", "0.00181818"], ["grpo", "0.005", "0.0005"]]
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    """As ``explain grpo | head -1``: the pipe is closed before anything is written."""
+    program = "import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 1); from megatron_pgloss.cli import main; "
+    program += "sys.exit(main(['explain', 'grpo']))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -32,7 +32,6 @@ def trace(**policy: Any) -> pg.Trace:
         ({"tokens": [2], "version": True}, ("version of trace 0", "must be whole numbers", "torch.bool")),
         ({"tokens": [2], "kept_sets": [[1.5]]}, ("kept_sets of trace 0", "must be whole numbers")),
         ({"tokens": [2], "kept_sets": [[True]]}, ("kept_sets of trace 0", "must be whole numbers", "torch.bool")),
-        ({"tokens": [2], "logprobs": [None]}, ("logprobs of trace 0", "no number", "NoneType")),
         ({"tokens": [2], "logprobs": ["-1"]}, ("logprobs of trace 0", "no number", "str '-1'")),
         ({"tokens": [2], "logprobs": [True]}, ("logprobs of trace 0", "must be a float tensor", "torch.bool")),
         ({"tokens": [2], "logprobs": [[-1.0]]}, ("another number of log-probs",)),

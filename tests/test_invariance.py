@@ -130,7 +130,7 @@ def test_loss_gradient_and_counts_equal_the_oracles(name: str) -> None:
     plain = loss.to_dict()
     for part, given in zip(plain["components"], loss.components, strict=True):
         if part["kind"] == "term":
-            part["fn"] = given.function  # type: ignore[union-attr]
+            part["fn"] = given.fn  # type: ignore[union-attr]
     rows = [row | {"weights": {key: row["weights"][key] for key in weights_given(loss)}} for row in data.rows]
     logp, entropy = ([x.clone().requires_grad_() for x in part] for part in (data.logp, data.entropy))
     found = oracle_loss(logp, entropy, rows, plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -139,3 +140,28 @@ def test_unknown_python_is_refused_by_name() -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert "3.9" in done.stderr and "3.12 3.11" in done.stderr
+
+
+def test_the_index_shows_no_link_that_leads_nowhere(built: Path) -> None:
+    """On a package index no folder of the repository lies beside the README: its links must not be relative."""
+
+    def links(text: str) -> list[str]:
+        return re.findall(r"\]\(([^)\s]+)\)", text)
+
+    relative = [link for link in links((ROOT / "README.md").read_text()) if not link.startswith(("https:", "#"))]
+    assert len(relative) > 5  # the page has such links, in the repository, where they work
+    assert all((ROOT / link.split("#")[0]).exists() for link in relative)
+    shown = (built / "megatron_pgloss.egg-info" / "PKG-INFO").read_text()
+    assert links(shown) and all(link.startswith(("https:", "#")) for link in links(shown)) and "![" not in shown
+    for_the_index = runpy.run_path(str(ROOT / "setup.py"), run_name="asked")["for_the_index"]
+    page = "![curve](docs/images/curve.png) [docs](docs/README.md) [web](https://e.org)"
+    there = for_the_index(page, "https://e.org/v1/")
+    assert there == (
+        "![curve](https://e.org/v1/docs/images/curve.png?raw=true) [docs](https://e.org/v1/docs/README.md) "
+        "[web](https://e.org)"
+    )
+
+
+def test_the_command_is_installed_by_its_name(built: Path) -> None:
+    text = (built / "megatron_pgloss.egg-info" / "entry_points.txt").read_text()
+    assert text.split() == ["[console_scripts]", "pgloss", "=", "megatron_pgloss.cli:main"]

@@ -253,8 +253,8 @@ def test_a_surrogate_of_ones_own_sees_the_ratio_of_its_axis() -> None:
     answer = answer_of(spec_of(own, ratio="sequence"))
     r = math.exp(sum(D[:4]) / 4)
     near(answer.grad_T[0], 2 * sum(A[:4]) * r * r / 4, 1e-12)
-    spec = spec_of(pg.Surrogate("test_surrogates:squared"))
-    assert pg.LossSpec.from_toml(spec.to_toml()) == spec
+    spec = spec_of(pg.Surrogate(squared))
+    assert pg.LossSpec.from_toml(spec.to_toml(), functions={"test_surrogates:squared": squared}) == spec
 
 
 def test_a_clipped_token_has_gradient_exactly_zero_and_a_wild_ratio_none_that_is_not_finite() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import html.parser
 import io
+import json
 import math
 import re
 import sys
@@ -12,14 +13,19 @@ import sys
 import pytest
 from rich.console import Console
 
+import megatron_pgloss as pg
+from megatron_pgloss.cli import main
 from megatron_pgloss.errors import DataError, UnsupportedError
 from megatron_pgloss.view import (
     Curve,
     TokenCell,
     TokenRow,
     learning_curve,
+    read_rows,
+    rows_of_plan,
     token_page,
     token_terminal,
+    write_rows,
 )
 from megatron_pgloss.view.cells import number, signed, summarize
 from megatron_pgloss.view.curve import spread
@@ -58,28 +64,50 @@ ROWS = [
 
 
 class Page(html.parser.HTMLParser):
-    """The rendered page, taken apart: tags, token titles, visible text."""
+    """The rendered page, taken apart: tags, tokens with what the tooltip says of them, visible text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.source, self.tags, self.titles, self.seen, self.open = text, [], [], [], []
+        self.source, self.tags, self.seen, self.open, self.tokens, self.classes, self.at = text, [], [], [], [], [], 0
         self.feed(text)
         self.text = " ".join(" ".join(self.seen).split())
+        (kinds,) = re.findall(r'id="kinds">(.*?)</script>', text)
+        self.kinds = [dict(facts) for facts in json.loads(kinds)]
+        self.under = dict(re.findall(r"\.(k\d+)::after\{content:(.*)\}", text))
+
+    @property
+    def titles(self) -> list[dict[str, str]]:
+        """As the page's script puts them together."""
+        found = []
+        for token in self.tokens:
+            facts = {"token": token["text"], "position": str(token["position"]), **self.kinds[int(token["kind"][1:])]}
+            exact = token.get("data-x") or token.get("data-a")
+            facts |= {"advantage": exact} if exact else {}
+            facts |= {"log-prob": token["data-l"]} if "data-l" in token else {}
+            found.append(facts)
+        return found
 
     def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "br"):
+        attrs = dict(attrs)
+        self.tags.append((tag, attrs))
+        if tag not in ("meta", "br", "input"):
             self.open.append(tag)
-        if tag == "span" and "title" in dict(attrs):
-            lines = dict(attrs)["title"].split("\n")
-            self.titles.append(dict(line.split("\t") for line in lines))
+            self.classes.append(attrs.get("class", ""))
+        if attrs.get("class") == "row":
+            self.at = 0
+        if tag == "span" and re.fullmatch(r"t k\d+", attrs.get("class", "")):
+            self.tokens.append({**attrs, "kind": attrs["class"][2:], "position": self.at, "text": ""})
+            self.at += 1
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
+        self.classes.pop()
 
     def handle_data(self, data):
         if self.open and self.open[-1] not in ("style", "script"):
             self.seen.append(data)
+            if any(re.fullmatch(r"t k\d+", name) for name in self.classes):
+                self.tokens[-1]["text"] += data
 
 
 def page(tmp_path, rows, **more) -> Page:
@@ -188,7 +216,7 @@ def test_page_shows_every_field_of_every_token(tmp_path):
         "▲ kl": "trained, weight 0.25",
         "○ ce": "not trained",
         "advantage": "+0.8",
-        "log-prob": "−0.5000  (p = 0.607)",
+        "log-prob": "-0.5000",
     }
     assert shown.titles[0]["reason"] == "a: initial prompt"
     assert shown.titles[3]["reason"] == "b: ratio rejected"
@@ -199,7 +227,7 @@ def test_page_groups_by_prompt_then_episode_with_headers_and_totals(tmp_path):
     # Rows 0 and 2 share a prompt and come together, before the second prompt.
     order = [shown.text.index(part) for part in ("task-1/0 ·", "task-1/1 ·", "task-2/0 ·")]
     assert order == sorted(order)
-    assert shown.source.count('<details class="prompt" open>') == 2
+    assert [attrs.get("open", "no") for tag, attrs in shown.tags if tag == "details"] == [None, None]
     for part in ("T1 S1", "reward 1.0 termination success", "3 of 5 tokens trained", "observed"):
         assert part in shown.text
     assert "rl 4 1 " in shown.text and "ce observed" not in shown.text and "ce 1 0.1" in shown.text
@@ -209,9 +237,11 @@ def test_page_groups_by_prompt_then_episode_with_headers_and_totals(tmp_path):
 def test_what_stands_under_a_token_by_hand(tmp_path):
     shown = page(tmp_path, [row(cell("x", advantage=-0.4, reason="late"))])
     # One entry for the two components of equal weight, the letter of the reason, the advantage.
-    assert re.search(r"x\s*●▲ 0\.25 a −0\.40", shown.text)
+    assert shown.under == {"k0": '"●▲ 0.25 a" "\\a " attr(data-a)'} and shown.tokens[0]["data-a"] == "−0.40"
+    two = cell("x", components={"rl": (True, 0.5), "kl": (True, 0.25)})
+    assert page(tmp_path, [row(two)]).under == {"k0": '"● 0.5\\a ▲ 0.25"'}
     shown = page(tmp_path, [row(prompt_cell("y"))])
-    assert re.search(r"y\s*○ a", shown.text)
+    assert shown.under == {"k0": '"○ a"'} and "data-a" not in shown.tokens[0]
 
 
 def test_page_is_self_contained(tmp_path):
@@ -234,7 +264,7 @@ def test_text_of_the_data_is_never_markup(tmp_path):
         (TokenCell(EVIL, EVIL, EVIL, {EVIL: (True, 1.0)}, reason=EVIL), cell("fine")),
     )
     shown = page(tmp_path, [evil], title=EVIL, subtitle=EVIL, legend={EVIL: EVIL})
-    assert sum(tag == "script" for tag, _ in shown.tags) == 1  # the page's own
+    assert sum(tag == "script" for tag, _ in shown.tags) == 2  # the page's own: its table, and what reads it
     assert shown.open == []
     assert "{{ 7 * 7 }}" in shown.text
     assert "\u202e" not in shown.source
@@ -253,22 +283,15 @@ def test_page_survives_numbers_that_are_wrong(tmp_path):
     cells = [cell("x", components={"rl": (True, value)}, advantage=value, logprob=value) for value in odd]
     shown = page(tmp_path, [row(*cells)])
     assert [title["advantage"] for title in shown.titles] == ["+nan", "+inf", "−inf"]
-    # No probability is claimed for a log-prob above 0 or for NaN.
-    assert [title["log-prob"] for title in shown.titles] == ["nan", "inf", "−inf  (p = 0)"]
+    assert [title["log-prob"] for title in shown.titles] == ["nan", "inf", "-inf"]
     assert "nan" in printed([row(*cells)])
 
 
 def test_advantage_bars_diverge_and_fade(tmp_path):
     tokens = [cell("x", advantage=value) for value in (2.0, -1.0, 0.001, 0.0, None)]
     shown = page(tmp_path, [row(*tokens)])
-    bars = [attrs for tag, attrs in shown.tags if tag == "i" and "style" in attrs]
-    assert [(bar["class"], bar["style"]) for bar in bars] == [
-        ("bar plus", "opacity:1.00"),
-        ("bar minus", "opacity:0.50"),
-        ("bar plus", "opacity:0.20"),
-        ("bar zero", "opacity:1"),
-        ("bar none", "opacity:1"),
-    ]
+    bars = re.findall(r"--bar:var\(--(\w+)\);--strength:([\d.]+)", shown.source)
+    assert bars == [("plus", "1.0"), ("minus", "0.5"), ("plus", "0.2"), ("zero", "1"), ("none", "1")]
 
 
 @pytest.mark.parametrize("view", [lambda path: token_page([], path, title=""), lambda _: printed([])])
@@ -410,3 +433,120 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch, tmp_path, librar
     with pytest.raises(UnsupportedError, match=r"megatron_pgloss\[cli\]") as caught:
         view(tmp_path / "file")
     assert library.split(".")[0] in str(caught.value)
+
+
+# What is alive comes first.
+
+
+def still(prompt: str, **more) -> TokenRow:
+    return row(prompt_cell("Find"), cell("eh", advantage=0.0), prompt=prompt, **more)
+
+
+def test_live_prompts_come_first_and_silent_ones_are_marked_and_closed(tmp_path):
+    rows = [still("quiet-1"), still("mixed", episode="a"), row(cell("go", advantage=1.0), prompt="mixed", episode="b")]
+    shown = page(tmp_path, [*rows, row(prompt_cell("x"), prompt="untrained")])
+    order = [shown.text.index(f"{prompt} prompt ·") for prompt in ("mixed", "quiet-1", "untrained")]
+    assert order == sorted(order)
+    assert shown.text.index("mixed/b ·") < shown.text.index("mixed/a ·")
+    details = [attrs for tag, attrs in shown.tags if tag == "details"]
+    assert ["open" in attrs for attrs in details] == [True, False, False]
+    assert ["silent" in attrs["class"] for attrs in details] == [False, True, True]
+    assert "2 of 3 prompts have A = 0" in shown.text and shown.text.count("silent: A = 0") == 1
+    assert shown.text.count("1 of 2 tokens trained, A = 0 on all of them") == 2
+    assert "1 of 1 tokens trained " in shown.text and "0 of 1 tokens trained " in shown.text
+    assert "1 of 2 tokens trained, A = 0 on all of them" in printed(rows)
+
+
+def test_a_page_where_all_is_silent_has_something_open(tmp_path):
+    shown = page(tmp_path, [still("one"), still("two")])
+    assert ["open" in attrs for tag, attrs in shown.tags if tag == "details"] == [True, False]
+
+
+def test_a_long_page_stays_small_and_a_limit_is_said(tmp_path):
+    """100,000 tokens in less than 9 MB: 33 before. Prompts beyond the first thousands of tokens are closed."""
+    weights = {"rl": (True, 1 / 1800), "kl": (True, 1 / 1800)}
+    tokens = [cell("word", components=weights, advantage=0.25, logprob=-1.25)] * 450
+    tokens = [prompt_cell("Find")] * 50 + tokens
+    rows = [row(*tokens, prompt=f"task {i // 4}", episode=str(i % 4)) for i in range(200)]
+    path = token_page(rows, tmp_path / "long.html", title="long")
+    assert path.stat().st_size < 9e6
+    text = path.read_text(encoding="utf-8")
+    assert text.count('<details class="prompt') == 50 and text.count(" open>") == 2  # 2 x 2,000 tokens
+    shown = page(tmp_path, rows, limit=1200)
+    assert "198 further rows are left out" in shown.text and len(shown.tokens) == 1000
+
+
+def test_rows_come_back_from_a_file_as_they_were(tmp_path):
+    odd = row(
+        cell(EVIL, advantage=-0.0, logprob=-math.inf), cell("", components={"other": (True, 1e-300)}), prompt=EVIL
+    )
+    rows = [*ROWS, odd]
+    path = write_rows(rows, tmp_path / "deep" / "rows.jsonl")
+    assert path.read_bytes().isascii()
+    assert list(read_rows(path)) == rows
+
+
+HEADER = '{"format": "megatron_pgloss token rows", "version": 1, "components": ["rl"]}\n'
+ONE = '{"sample":"s","prompt":"p","episode":"e","header":{},"tokens":[TOKEN]}'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no token row"),
+        ("[]", "no file of token rows"),
+        ("{}\n", "no file of token rows"),
+        (HEADER.replace("1,", "2,"), "another version"),
+        (HEADER + "{}\n", "no token row"),
+        (HEADER + "[" * 100_000 + "\n", "no token row"),
+        (HEADER + ONE.replace("TOKEN", '["x","r","a",[[1,1.0]],[],null,null,null]'), "no token row"),
+        (HEADER + ONE.replace("TOKEN", '["x","r","a",[],[],"0.5",null,null]'), "no token row"),
+        (HEADER + '{"sample":3,"prompt":"p","episode":"e","header":{},"tokens":[]}', "no token row"),
+    ],
+)  # fmt: skip
+def test_a_file_that_holds_no_rows_is_refused_with_its_line(tmp_path, text, message):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(text)
+    with pytest.raises(DataError, match=message) as raised:
+        list(read_rows(file))
+    assert "rows.jsonl, line" in str(raised.value)
+
+
+def test_the_command_prints_live_rows_first_and_writes_the_page(tmp_path, capsys):
+    file = write_rows([still("quiet"), *ROWS], tmp_path / "rows.jsonl")
+    assert main(["inspect", str(file), "--rows", "1"]) == 0
+    captured = capsys.readouterr()
+    assert "look" in captured.out and "quiet" not in captured.out and "3 more rows" in captured.err
+    assert main(["inspect", str(file), "--find", "task-2"]) == 0
+    assert "task-1" not in capsys.readouterr().out
+    assert main(["inspect", str(file), "--html", str(tmp_path / "out.html")]) == 0
+    assert (tmp_path / "out.html").read_text().count("<article") == 4
+    assert main(["inspect", str(file), "--find", "nowhere"]) == 2
+    assert main(["inspect", str(tmp_path / "none")]) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_rows_of_a_plan_by_hand():
+    """Two rows of one prompt; the second is truncated and masked out, its advantage stays to be seen."""
+    batch = pg.TokenBatch.from_packed(
+        tokens=[5, 6, 7, 8, 5, 6, 7], lengths=[4, 3], action_mask=[False, True, True, False, False, True, True],
+        observation_mask=[False, False, False, True, False, False, False], advantages=[1.5, -1.5],
+        old_logprobs=[0.0, -0.5, -0.25, 0.0, 0.0, -1.0, -2.0], prompt_ids=["task", "task"], sample_ids=["a", "b"],
+        terminations=["success", "truncated"],
+    )  # fmt: skip
+    spec = pg.presets.dapo(overlong="drop").add(pg.CrossEntropy(coef=0.1))
+    plan = pg.plan([batch], spec, split=pg.Split(sequences=2))
+    one, two = rows_of_plan(plan, decode=lambda token: f"<{token}>", facts={"reward": [1, 0]})
+    assert [c.text for c in one.tokens] == ["<5>", "<6>", "<7>", "<8>"]
+    assert one.header == {"end": "success", "reward": "1"} and (one.prompt, one.episode) == ("task", "sample 'a'")
+    assert [c.author for c in one.tokens] == ["unknown", "policy", "policy", "environment"]
+    assert one.tokens[1].components == {"rl": (True, 0.5), "ce": (False, 0.0)}
+    assert one.tokens[3].components == {"rl": (False, 0.0), "ce": (True, 1.0)}
+    assert [c.advantage for c in one.tokens] == [None, 1.5, 1.5, None]
+    assert [c.logprob for c in one.tokens] == [None, -0.5, -0.25, None]
+    assert [c.reason for c in two.tokens] == [None, "truncated", "truncated"] and two.trained == 0
+    assert two.tokens[1].advantage == -1.5 and not two.live and one.live
+    with pytest.raises(DataError, match=r"facts\['reward'\]"):
+        rows_of_plan(plan, facts={"reward": [1]})
+    with pytest.raises(DataError, match="no rows to show"):
+        rows_of_plan(pg.plan([batch], None, split=pg.Split(sequences=2)))

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import megatron_pgloss as pg
 from megatron_pgloss import presets
-from megatron_pgloss.cli import _elsewhere, _example
+from megatron_pgloss.cli import _elsewhere, _example, _flags
 from megatron_pgloss.metrics import METRICS
 from megatron_pgloss.rollouts import STREAMS
 from megatron_pgloss.spec import FAMILIES, division, kinds, parse
@@ -89,7 +89,8 @@ def elsewhere() -> str:
     """The flags that give each preset in other libraries, with the known differences."""
     cells = []
     for name, known in _elsewhere.ELSEWHERE.items():
-        for library, (flags, differs) in known.items():
+        for library, (template, differs) in known.items():
+            flags = _flags.flags(_build(name), name, library, template)
             cells.append((f"`{name}`", library, f"`{flags}`", differs or "-"))
     always = [(library, text) for library, text in _elsewhere.ALWAYS.items()]
     return rows("preset | library | flags | differs", cells) + "\n" + rows("library | always", always)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_pgloss.advantages.exchange import exchange
 from megatron_pgloss.advantages.gae_rows import Local, Row
-from megatron_pgloss.advantages.inputs import Batches, Key, deal, merge
+from megatron_pgloss.advantages.inputs import Batches, Key, deal, merge, real
 from megatron_pgloss.advantages.reports import GAEReport
 from megatron_pgloss.advantages.termination import EFFECTS
 from megatron_pgloss.errors import DataError
@@ -76,8 +76,7 @@ def gae(
 
     def make(rank: int) -> list[tuple[Key, Row]]:
         for name, value in (("gamma", gamma), *(("lam", value) for value in lambdas)):
-            if not 0 <= value <= 1:
-                raise DataError(f"{name} must lie in [0, 1]", got=value)
+            real(name, value, 0, 1)
         if bootstrap not in ("value", "none"):
             raise DataError(f"bootstrap={bootstrap!r}", expected="value, none")
         batch = merge(batches)

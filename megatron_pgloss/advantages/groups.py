@@ -71,7 +71,7 @@ def of_rewards(
         prompts = _list(prompt_ids)
         rows = len(prompts)
         reward_N, kind = numbers("rewards", rewards, rows)
-        states = None if terminations is None else tuple(_state(value) for value in terminations)
+        states = None if terminations is None else tuple(_state(value) for value in _list(terminations))
         episodes = None if episode_ids is None else tuple(_list(episode_ids))
         for name, value in (("episode_ids", episodes), ("terminations", states)):
             if value is not None and len(value) != rows:
@@ -206,15 +206,18 @@ def _known(baseline: str, scale: str, min_voters: int) -> None:
         ("baseline", baseline, ("mean", "leave_one_out", "none")),
         ("scale", scale, ("group", "batch", "mean", "none")),
     ):
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             raise DataError(f"{name}={value!r}", expected=", ".join(known))
     least = 1 if baseline == "none" else 2
-    if min_voters < least:
+    if type(min_voters) is not int or min_voters < least:
         raise DataError(f"min_voters={min_voters}", expected=f">= {least}: one episode has nothing to be compared with")
 
 
 def _list(given: Any) -> list[Any]:
-    return given.tolist() if isinstance(given, Tensor) else list(given)
+    values = given.tolist() if hasattr(given, "tolist") else given
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise DataError("ids and terminations are lists, one entry a row", got=type(values).__name__)
+    return list(values)
 
 
 def _state(value: Any) -> Termination:

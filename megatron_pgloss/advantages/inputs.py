@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError
-from megatron_pgloss.rollouts import Id, Termination, TokenBatch, concatenate
+from megatron_pgloss.rollouts import Id, Termination, TokenBatch, arrays, concatenate
 
 Batches = TypeVar("Batches", bound=TokenBatch | Sequence[TokenBatch])
 Key = tuple[Any, ...]
@@ -86,18 +87,34 @@ def numbers(name: str, given: Any, rows: int) -> tuple[Tensor, torch.dtype]:
         given: a tensor or list of float, int or bool, or a list of such tensors, one per batch.
         rows: how many rows there are.
     """
-    try:
-        if isinstance(given, Sequence) and given and all(isinstance(item, Tensor) for item in given):
-            given = torch.cat([item.reshape(-1) for item in given])
-        value = torch.as_tensor(given, device="cpu").detach()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{name} must be numbers, one per row: {error}", expected=f"float [{rows}]") from error
+    value = _joined(name, given)
     if value.is_complex() or value.dtype in (torch.float16, torch.bfloat16):
         raise DataError(f"{name} has the wrong dtype", expected="float32, float64 or whole numbers", got=value.dtype)
     if tuple(value.shape) != (rows,) and not (rows == 0 and value.numel() == 0):
         raise DataError(f"{name} has the wrong shape", expected=f"[{rows}], one per row", got=list(value.shape))
     kind = torch.float64 if value.dtype == torch.float64 else torch.float32
     return value.to(torch.float64).reshape(rows), kind
+
+
+def _joined(name: str, given: Any) -> Tensor:
+    """A dense CPU tensor of what the caller gave: numbers, or a list of tensors, one a batch."""
+    if isinstance(given, Sequence) and given and all(isinstance(item, Tensor) and item.dim() for item in given):
+        return torch.cat([arrays.tensor(name, item).reshape(-1) for item in given])
+    return arrays.tensor(name, given)
+
+
+def real(name: str, value: Any, low: float = -math.inf, high: float = math.inf, *, above: bool = False) -> float:
+    """One number of Python's own, finite and within ``[low, high]``, or ``(low, high]`` where it lies ``above``.
+
+    Raises:
+        DataError: it is none, or lies outside.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
+        raise DataError(f"{name} must be one finite number", expected="float", got=repr(value)[:64])
+    if not low <= value <= high or (above and value == low):
+        bracket = "(" if above else "["
+        raise DataError(f"{name} must lie in {bracket}{low:g}, {high:g}]", got=value)
+    return float(value)
 
 
 def tokenwise(name: str, given: Tensor | None, batch: TokenBatch | None) -> tuple[Tensor | None, torch.dtype]:
@@ -138,9 +155,7 @@ def voting(given: Any, rows: int) -> Tensor:
     """The caller's voters, bool [rows]; by default all rows vote."""
     if given is None:
         return torch.ones(rows, dtype=torch.bool)
-    if isinstance(given, Sequence) and given and all(isinstance(item, Tensor) for item in given):
-        given = torch.cat([item.reshape(-1) for item in given])
-    value = torch.as_tensor(given, device="cpu")
+    value = _joined("voters", given)
     if value.dtype != torch.bool or tuple(value.shape) != (rows,):
         raise DataError(
             "voters has the wrong type",

@@ -12,7 +12,7 @@ from megatron_pgloss.advantages.groups import Baseline, Scale, compute
 from megatron_pgloss.advantages.inputs import Batches, Ids, deal, finite, merge, numbers, tokenwise, voting
 from megatron_pgloss.advantages.reports import GroupReport
 from megatron_pgloss.errors import DataError
-from megatron_pgloss.rollouts import TokenBatch
+from megatron_pgloss.rollouts import TokenBatch, arrays
 
 
 def group_relative(
@@ -103,6 +103,8 @@ def per_turn(batches: Batches, values: Sequence[Any]) -> Batches:
     """
     batch = merge(batches)
     rows = 0 if batch is None else len(batch)
+    if not isinstance(values, Sequence | Tensor) or isinstance(values, str | bytes):
+        raise DataError("per_turn takes a list of values of each row", got=type(values).__name__)
     if len(values) != rows:
         raise DataError("per_turn has values for another number of rows", expected=rows, got=len(values))
     if batch is None:
@@ -112,7 +114,8 @@ def per_turn(batches: Batches, values: Sequence[Any]) -> Batches:
     flat: list[float] = []
     start: list[int] = []
     for row, given in enumerate(values):
-        mine = given.tolist() if isinstance(given, Tensor) else [float(value) for value in given]
+        turn_K = arrays.tensor("a row of per_turn's values", given, torch.float64)
+        mine = turn_K.reshape(-1).tolist()
         if len(mine) != int(turns_S[row]):
             raise DataError(
                 "per_turn has another number of values than the row has turns",

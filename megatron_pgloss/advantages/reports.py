@@ -64,7 +64,7 @@ class GAEReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Moments of the whitened tokens, before whitening, over all ranks."""
+    """Moments of what was whitened, tokens or sequences, before whitening, over all ranks."""
 
     count: int
     mean: float
@@ -73,4 +73,4 @@ class Moments:
     divided."""
 
     def __str__(self) -> str:
-        return f"{self.count} tokens, mean {self.mean:g}, standard deviation {self.std:g}"
+        return f"{self.count} numbers, mean {self.mean:g}, standard deviation {self.std:g}"

@@ -6,7 +6,6 @@ replaces the other: see docs/advantages.md.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.advantages.exchange import exchange
-from megatron_pgloss.advantages.inputs import Ids, Key, finite, merge
+from megatron_pgloss.advantages.inputs import Ids, Key, finite, merge, real
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.maths import bounded, k1, k2, k3
-from megatron_pgloss.rollouts import Termination, TokenBatch
+from megatron_pgloss.rollouts import Termination, TokenBatch, arrays
 
 _ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
@@ -48,8 +47,8 @@ def kl_penalty(
     Raises:
         DataError: a stream is missing, or not finite on an action of a row without a fault.
     """
-    if not (math.isfinite(coef) and coef >= 0):
-        raise DataError("coef must be finite and not negative", got=coef)
+    real("coef", coef, 0)
+    real("log_ratio_bound", log_ratio_bound, 0, 80, above=True)
     if estimator not in _ESTIMATORS:
         raise DataError(f"estimator={estimator!r}", expected=", ".join(_ESTIMATORS))
     batch = merge(batches)
@@ -111,11 +110,9 @@ def soft_overlong(lengths: Any, limit: float, buffer: float, *, penalty: float =
     Returns:
         float64 [E], in [-penalty, 0].
     """
-    if not 0 < buffer <= limit or not math.isfinite(limit) or not penalty >= 0:
-        raise DataError(
-            "soft_overlong needs 0 < buffer <= limit and penalty >= 0",
-            got=f"limit={limit}, buffer={buffer}, penalty={penalty}",
-        )
+    real("limit", limit, 0, above=True)
+    real("buffer", buffer, 0, limit, above=True)
+    real("penalty", penalty, 0)
     over_E = (_lengths(lengths) - (limit - buffer)) / buffer
     return 0 - penalty * over_E.clamp(0, 1)
 
@@ -131,13 +128,13 @@ def linear_length(lengths: Any, per_token: float, *, free: float = 0.0) -> Tenso
     Returns:
         float64 [E].
     """
-    if not (math.isfinite(per_token) and per_token >= 0 and free >= 0):
-        raise DataError("linear_length needs per_token >= 0 and free >= 0", got=f"per_token={per_token}, free={free}")
+    real("per_token", per_token, 0)
+    real("free", free, 0)
     return 0 - per_token * (_lengths(lengths) - free).clamp(min=0)
 
 
 def _lengths(given: Any) -> Tensor:
-    value = torch.as_tensor(given, device="cpu")
+    value = arrays.tensor("lengths", given)
     if value.is_floating_point() or value.dtype == torch.bool or bool((value < 0).any()):
         raise DataError("lengths must be whole numbers >= 0", expected="int64 [E]", got=value.dtype)
     return value.to(torch.float64)

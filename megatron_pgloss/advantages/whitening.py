@@ -20,11 +20,17 @@ from megatron_pgloss.advantages.relative import group_relative
 from megatron_pgloss.advantages.reports import Moments
 from megatron_pgloss.advantages.termination import EFFECTS
 from megatron_pgloss.errors import DataError
-from megatron_pgloss.rollouts import TokenBatch
+from megatron_pgloss.rollouts import TokenBatch, arrays
 
 
 def whiten(
-    batches: Batches, *, scale: bool = True, voters: Any = None, mask: Tensor | None = None, group: Any = None
+    batches: Batches,
+    *,
+    scale: bool = True,
+    over: Literal["tokens", "sequences"] = "tokens",
+    voters: Any = None,
+    mask: Tensor | None = None,
+    group: Any = None,
 ) -> tuple[Batches, Moments]:
     """Shift and scale advantages to mean 0 and standard deviation 1 over the action tokens of the step, on all ranks.
 
@@ -34,6 +40,9 @@ def whiten(
     Args:
         batches: rollouts with stream ``advantages``.
         scale: whether to divide by the standard deviation; if False, advantages are only centred.
+        over: ``sequences``: mean and deviation are those of the rows' means, each row once, so that a long answer has
+            no more say in them than a short one; applied to the tokens all the same.
+        voters: bool [S]: rows that stay in the loss; faults never do.
         voters: bool [S]: rows that stay in the loss; rows with a fault never do.
         mask: bool [T], target-aligned: the action tokens to whiten; default: all.
         group: process group of data-parallel ranks, as in `group_relative`.
@@ -55,9 +64,12 @@ def whiten(
         stream_T = batch.streams["advantages"].to(torch.float64)
         over_T = state["over"] = _over(batch, voters, mask)
         finite("stream 'advantages'", stream_T, over_T, batch)
-        return _row_moments(batch, torch.where(over_T, stream_T, 0), over_T)
+        rows = _row_moments(batch, torch.where(over_T, stream_T, 0), over_T)
+        return [(1, mean, 0.0) for _, mean, _ in rows] if over == "sequences" else rows
 
-    ranks, _ = exchange("whiten", make, group, (scale,))
+    if over not in ("tokens", "sequences"):
+        raise DataError(f"over={over!r}", expected="tokens, sequences")
+    ranks, _ = exchange("whiten", make, group, (scale, over))
     moments = _merged([row for rows in ranks for row in rows])
     batch = state["batch"]
     if batch is None:
@@ -76,10 +88,12 @@ def reinforce_plus_plus(
     baseline: Literal["none", "group"] = "none",
     token_rewards: Tensor | None = None,
     gamma: float = 1.0,
+    statistics: Literal["tokens", "sequences"] = "tokens",
     voters: Any = None,
     group: Any = None,
 ) -> tuple[Batches, Moments]:
-    """REINFORCE++ (2501.03262): the return of each token, whitened over the tokens of the whole step.
+    """REINFORCE++ (2501.03262): the return of each token, whitened over the tokens of the whole step, or (``statistics=
+    "sequences"``) by mean and deviation of one number a sequence.
 
     With ``baseline="none"`` it is ``whiten(sum_{k>=t} gamma^(k-t) r_k)``, where r_k is the token's reward
     (``token_rewards``, see `kl_penalty`) plus, on the last action of the episode, the episode's reward. With
@@ -92,7 +106,7 @@ def reinforce_plus_plus(
         centred, _ = group_relative(
             batches, rewards, scale="none", token_rewards=token_rewards, voters=voters, group=group
         )
-        return whiten(centred, voters=voters, group=group)
+        return whiten(centred, over=statistics, voters=voters, group=group)
     if baseline != "none":
         raise DataError(f"baseline={baseline!r}", expected="none, group")
 
@@ -103,7 +117,7 @@ def reinforce_plus_plus(
         batches, rewards, values=zeros, token_rewards=token_rewards, gamma=gamma, lam=1.0, bootstrap="none",
         group=group, caller="reinforce_plus_plus",
     )  # fmt: skip
-    return whiten(returns, voters=voters, group=group)
+    return whiten(returns, over=statistics, voters=voters, group=group)
 
 
 def _kind(rewards: Any) -> torch.dtype:
@@ -118,9 +132,11 @@ def _over(batch: TokenBatch, voters: Any, mask: Tensor | None) -> Tensor:
     stays_S = stays_S.to(torch.bool) & voting(voters, ids.rows)
     over_T = batch.action_T & stays_S[batch.seq_T]
     if mask is not None:
-        if mask.dtype != torch.bool or mask.shape != over_T.shape:
-            raise DataError("mask has the wrong type", expected=f"bool {list(over_T.shape)}", got=mask.dtype)
-        over_T = over_T & mask.cpu()
+        mask_T = arrays.tensor("mask", mask)
+        if mask_T.dtype != torch.bool or mask_T.shape != over_T.shape:
+            got = f"{mask_T.dtype} {list(mask_T.shape)}"
+            raise DataError("mask has the wrong type", expected=f"bool {list(over_T.shape)}", got=got)
+        over_T = over_T & mask_T
     return over_T
 
 

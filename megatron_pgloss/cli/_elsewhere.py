@@ -23,57 +23,50 @@ ALWAYS: dict[str, str] = {
 """Differences of a library that hold for all presets."""
 
 Same = tuple[str, str]
-"""Flags, and how they differ from the preset beside `ALWAYS` ('' where nothing else is known)."""
+"""Flags, and how they differ from the preset beside `ALWAYS` ('' where nothing else is known). Fields in braces are
+filled with the spec's own numbers (`megatron_pgloss.cli._flags`)."""
 
-_V = "actor.loss_agg_mode=token-mean"
-_VS = "actor.loss_agg_mode=seq-mean-token-mean"
-_CLIP = "actor.clip_ratio_low=0.2 actor.clip_ratio_high=0.2"
-_SLIME = "--advantage-estimator grpo --eps-clip 0.2"
-_NEMO = "loss_fn.ratio_clip_min=0.2 loss_fn.ratio_clip_max=0.2"
+_CLIP = "actor.clip_ratio_low={low} actor.clip_ratio_high={high} {dual}"
+_VERL = f"{_CLIP} {{agg}} {{kl}} {{entropy}}"
+_TRL = "{agg}, epsilon={low}, epsilon_high={high}, {kl}"
+_SLIME = "--advantage-estimator grpo --eps-clip {low} --eps-clip-high {high} {dual} {agg} {kl} {entropy}"
+_NEMO = "loss_fn.ratio_clip_min={low} loss_fn.ratio_clip_max={high} {dual} {agg} {kl}"
 _PRIME = ("[trainer.loss] type='custom' import_path=FUNCTION", "its own losses have no ratio clip")
 _IGNORES = "ignores loss_agg_mode"
 _COV = "chosen inside a micro-batch"
 
 ELSEWHERE: dict[str, dict[str, Same]] = {
     "reinforce": {
-        "verl": (f"algorithm.rollout_correction.bypass_mode=true loss_type=reinforce; {_V}", "no old policy at all"),
-        "TRL": ("loss_type='dapo', num_iterations=1, steps_per_generation=gradient_accumulation_steps", ""),
-        "NeMo-RL": ("loss_fn.disable_ppo_ratio=true loss_fn.token_level_loss=true", ""),
+        "verl": ("algorithm.rollout_correction.bypass_mode=true loss_type=reinforce; {agg} {kl} {entropy}",
+                 "no old policy at all"),
+        "TRL": ("{agg}, num_iterations=1, steps_per_generation=gradient_accumulation_steps, {kl}", ""),
+        "NeMo-RL": ("loss_fn.disable_ppo_ratio=true {agg} {kl}", ""),
     },
-    "ppo": {
-        "verl": (f"{_CLIP} {_V}", ""),
-        "TRL": ("loss_type='dapo', epsilon=0.2, epsilon_high=0.2, beta=0", ""),
-        "slime": (f"{_SLIME} --calculate-per-token-loss", "--eps-clip-c for a dual clip"),
-        "NeMo-RL": (f"{_NEMO} loss_fn.token_level_loss=true", ""),
-        "prime-rl": _PRIME,
-    },
+    "ppo": {"verl": (_VERL, ""), "TRL": (_TRL, ""), "slime": (_SLIME, ""), "NeMo-RL": (_NEMO, ""), "prime-rl": _PRIME},
     "lite_ppo": {
-        "verl": (f"{_CLIP} {_V}", "batch deviation of the advantages is not among its estimators"),
-        "TRL": ("loss_type='dapo', epsilon=0.2, scale_rewards='batch', beta=0", ""),
-        "slime": (f"{_SLIME} --calculate-per-token-loss --normalize-advantages", "whitens tokens, not rewards"),
+        "verl": (_VERL, "batch deviation of the advantages is not among its estimators"),
+        "TRL": (f"{_TRL}, scale_rewards='batch'", ""),
+        "slime": (f"{_SLIME} --normalize-advantages", "whitens tokens, not rewards"),
     },
     "grpo": {
-        "verl": (f"{_CLIP} {_VS} actor.use_kl_loss=true actor.kl_loss_coef=0.04 actor.kl_loss_type=low_var_kl",
-                 "KL's value is clamped to +-10; fully masked rows are counted where the global count is given"),
-        "TRL": ("loss_type='grpo', epsilon=0.2, beta=0.04", "counts every completion, also one without tokens"),
-        "slime": (f"{_SLIME} --use-kl-loss --kl-loss-coef 0.04 --kl-loss-type low_var_kl", "KL clamped to +-10"),
-        "NeMo-RL": (f"{_NEMO} loss_fn.token_level_loss=false loss_fn.reference_policy_kl_penalty=0.04", ""),
+        "verl": (_VERL, "KL's value is clamped to +-10; fully masked rows are counted where the global count is given"),
+        "TRL": (_TRL, "counts every completion, also one without tokens"),
+        "slime": (_SLIME, "KL clamped to +-10"),
+        "NeMo-RL": (_NEMO, ""),
         "prime-rl": _PRIME,
     },
     "dr_grpo": {
-        "verl": (f"{_CLIP} actor.loss_agg_mode=seq-mean-token-sum-norm actor.loss_scale_factor=BUDGET; "
-                 "algorithm.norm_adv_by_std_in_grpo=false",
+        "verl": (f"{_VERL}; algorithm.norm_adv_by_std_in_grpo=false",
                  "without loss_scale_factor the divisor is the padded width; up to 0.7.0 not divided by the sequences"),
-        "TRL": ("loss_type='dr_grpo', max_completion_length=BUDGET, scale_rewards='none', beta=0", ""),
+        "TRL": (f"{_TRL}, scale_rewards='none'", ""),
         "slime": ("--disable-grpo-std-normalization --custom-pg-loss-reducer-function-path REDUCER", "by a function"),
         "prime-rl": _PRIME,
     },
     "dapo": {
-        "verl": (f"actor.clip_ratio_low=0.2 actor.clip_ratio_high=0.28 {_V}", ""),
-        "TRL": ("loss_type='dapo', epsilon=0.2, epsilon_high=0.28, beta=0; overlong: mask_truncated_completions",
-                ""),
-        "slime": (f"{_SLIME} --eps-clip-high 0.28 --calculate-per-token-loss", ""),
-        "NeMo-RL": ("loss_fn.ratio_clip_min=0.2 loss_fn.ratio_clip_max=0.28 loss_fn.token_level_loss=true", ""),
+        "verl": (_VERL, ""),
+        "TRL": (_TRL, "overlong='drop' is mask_truncated_completions=True"),
+        "slime": (_SLIME, ""),
+        "NeMo-RL": (_NEMO, ""),
         "prime-rl": _PRIME,
     },
     "echo": {
@@ -81,59 +74,67 @@ ELSEWHERE: dict[str, dict[str, Same]] = {
                      "its policy loss is not clipped; variant='prime_rl' has its averaging and coefficient"),
     },
     "gspo": {
-        "verl": ("actor.policy_loss.loss_mode=gspo", f"{_IGNORES} for the sequence mean; always the token form"),
-        "TRL": ("importance_sampling_level='sequence', loss_type='grpo', epsilon=3e-4, epsilon_high=4e-4, beta=0", ""),
-        "slime": ("--advantage-estimator gspo --eps-clip 3e-4 --eps-clip-high 4e-4", ""),
-        "NeMo-RL": ("loss_fn.sequence_level_importance_ratios=true loss_fn.token_level_loss=false", ""),
+        "verl": (f"actor.policy_loss.loss_mode=gspo {_CLIP} {{kl}} {{entropy}}",
+                 f"{_IGNORES} for the sequence mean; always the token form"),
+        "TRL": (f"importance_sampling_level='sequence', {_TRL}", ""),
+        "slime": ("--advantage-estimator gspo --eps-clip {low} --eps-clip-high {high} {agg} {kl} {entropy}", ""),
+        "NeMo-RL": (f"loss_fn.sequence_level_importance_ratios=true {_NEMO}", ""),
     },
     "gspo_token": {
-        "verl": ("actor.policy_loss.loss_mode=gspo", f"{_IGNORES}"),
+        "verl": (f"actor.policy_loss.loss_mode=gspo {_CLIP} {{kl}} {{entropy}}", f"{_IGNORES}"),
         "TRL": ("experimental gspo_token trainer", ""),
     },
-    "luspo": {"TRL": ("loss_type='luspo', importance_sampling_level='sequence'", "")},
+    "luspo": {"TRL": ("loss_type='luspo', importance_sampling_level='sequence', epsilon={low}, epsilon_high={high}, "
+                      "{kl}", "")},
     "gmpo": {
-        "verl": ("actor.policy_loss.loss_mode=geo_mean", "the mean over sequences is that of each micro-batch"),
+        "verl": (f"actor.policy_loss.loss_mode=geo_mean {_CLIP} {{kl}} {{entropy}}",
+                 "the mean over sequences is that of each micro-batch"),
         "TRL": ("experimental gmpo trainer", ""),
     },
     "cispo": {
-        "verl": (f"actor.policy_loss.loss_mode=cispo actor.clip_ratio_high=4 {_V}", "bounds are 1 +- eps, lower too"),
-        "TRL": ("loss_type='cispo', epsilon_high=5", "epsilon_high is the bound itself, not a distance from 1"),
-        "slime": ("--advantage-estimator cispo --eps-clip-high 4 --calculate-per-token-loss", "bounds are 1 +- eps"),
-        "NeMo-RL": ("loss_fn.use_cispo=true loss_fn.ratio_clip_max=4 loss_fn.token_level_loss=true", ""),
+        "verl": ("actor.policy_loss.loss_mode=cispo actor.clip_ratio_high={high} {agg} {kl} {entropy}",
+                 "bounds are 1 +- eps, lower too"),
+        "TRL": ("loss_type='cispo', epsilon_high={above}, {kl}",
+                "epsilon_high is the bound itself, not a distance from 1"),
+        "slime": ("--advantage-estimator cispo --eps-clip-high {high} {agg} {kl} {entropy}", "bounds are 1 +- eps"),
+        "NeMo-RL": ("loss_fn.use_cispo=true loss_fn.ratio_clip_max={high} {agg} {kl}", ""),
     },
     "aipo": {
-        "verl": (f"algorithm.rollout_correction.bypass_mode=true loss_type=reinforce rollout_is=token "
-                 f"rollout_is_threshold=4; {_V}", ""),
+        "verl": ("algorithm.rollout_correction.bypass_mode=true loss_type=reinforce rollout_is=token "
+                 "rollout_is_threshold={cap}; {agg} {kl} {entropy}", ""),
         "NeMo-RL": ("loss_fn.disable_ppo_ratio=true loss_fn.use_importance_sampling_correction=true "
-                    "loss_fn.truncated_importance_sampling_ratio=4", "the weight is old/mu, not pi/mu"),
+                    "loss_fn.truncated_importance_sampling_ratio={cap} {agg} {kl}", "the weight is old/mu, not pi/mu"),
     },
-    "vespo": {"TRL": ("loss_type='vespo'", "")},
+    "vespo": {"TRL": ("loss_type='vespo', {kl}", "")},
     "sapo": {
-        "verl": ("actor.policy_loss.loss_mode=sapo", _IGNORES),
-        "TRL": ("loss_type='sapo'", ""),
+        "verl": ("actor.policy_loss.loss_mode=sapo {kl} {entropy}", _IGNORES),
+        "TRL": ("loss_type='sapo', {kl}", ""),
     },
-    "gpg": {"verl": (f"actor.policy_loss.loss_mode=gpg {_V}", "zero advantages stay in the count")},
-    "dro": {"verl": (f"actor.policy_loss.loss_mode=dro {_V}", "")},
+    "gpg": {"verl": ("actor.policy_loss.loss_mode=gpg {agg} {kl} {entropy}", "zero advantages stay in the count")},
+    "dro": {"verl": ("actor.policy_loss.loss_mode=dro {agg} {kl} {entropy}", "")},
     "opsm": {
-        "TRL": ("off_policy_mask_threshold=0.1, loss_type='grpo'", ""),
-        "slime": (f"{_SLIME} --use-opsm --opsm-delta 0.1", ""),
+        "TRL": (f"off_policy_mask_threshold={{threshold}}, {_TRL}", ""),
+        "slime": (f"{_SLIME} --use-opsm --opsm-delta {{threshold}}", ""),
     },
-    "dppo_tv": {"verl": (f"actor.policy_loss.loss_mode=dppo_tv {_V}", "A = 0 is tested against the lower bound")},
-    "dppo_kl": {"verl": (f"actor.policy_loss.loss_mode=dppo_kl {_V}", "A = 0 is tested as if negative")},
+    "dppo_tv": {"verl": ("actor.policy_loss.loss_mode=dppo_tv {agg} {kl} {entropy}",
+                         "A = 0 is tested against the lower bound")},
+    "dppo_kl": {"verl": ("actor.policy_loss.loss_mode=dppo_kl {agg} {kl} {entropy}", "A = 0 is tested as if negative")},
     "prime_dppo": {"prime-rl": ("[trainer.loss] type='default' (until August 2026)", "")},
     "prime_ipo": {"prime-rl": ("[trainer.loss] type='ipo'", "its defaults changed with time: eps 0.3, kl_tau 0 later")},
     "icepop": {
-        "verl": ("algorithm.rollout_correction.rollout_is=token rollout_is_threshold='0.5_5.0'", ""),
-        "TRL": ("vllm_importance_sampling_mode='token_mask', loss_type='grpo'", "no lower bound unless given"),
-        "slime": ("--use-tis --custom-tis-function-path ICEPOP", ""),
+        "verl": (f"algorithm.rollout_correction.rollout_is=token rollout_is_threshold='{{floor}}_{{ceiling}}'; {_VERL}",
+                 ""),
+        "TRL": (f"vllm_importance_sampling_mode='token_mask', {_TRL}", "no lower bound unless given"),
+        "slime": (f"{_SLIME} --use-tis --custom-tis-function-path ICEPOP", ""),
         "NeMo-RL": ("loss_fn.use_importance_sampling_correction=true loss_fn.truncated_importance_sampling_type=icepop "
-                    "loss_fn.truncated_importance_sampling_ratio_min=0.5 loss_fn.truncated_importance_sampling_ratio=5",
-                    ""),
+                    "loss_fn.truncated_importance_sampling_ratio_min={floor} "
+                    f"loss_fn.truncated_importance_sampling_ratio={{ceiling}} {_NEMO}", ""),
         "prime-rl": ("[trainer.loss] type='icepop' ratio_low=0.2 ratio_high=5.0", "on pi/mu, without a clip"),
     },
-    "high_entropy": {"TRL": ("top_entropy_quantile=0.2, loss_type='dapo'", "")},
-    "clip_cov": {"verl": (f"actor.policy_loss.loss_mode=clip_cov {_V}", f"{_COV}, by an unseeded draw")},
-    "kl_cov": {"verl": (f"actor.policy_loss.loss_mode=kl_cov {_V}", _COV)},
+    "high_entropy": {"TRL": (f"top_entropy_quantile=0.2, {_TRL}", "")},
+    "clip_cov": {"verl": ("actor.policy_loss.loss_mode=clip_cov {agg} {kl} {entropy}",
+                          f"{_COV}, by an unseeded draw")},
+    "kl_cov": {"verl": ("actor.policy_loss.loss_mode=kl_cov {agg} {kl} {entropy}", _COV)},
     "distill": {
         "prime-rl": ("algorithm type='opd'", ""),
         "slime": ("--use-opd", "as a part of the advantage, from old log-probs"),
@@ -143,12 +144,13 @@ ELSEWHERE: dict[str, dict[str, Same]] = {
         "NeMo-RL": ("advantage estimator opd, loss_fn.disable_ppo_ratio=true", "from old log-probs, as an advantage"),
     },
     "critic": {
-        "verl": ("critic.cliprange_value=0.2", "the mean is that of critic.loss_agg_mode"),
-        "slime": ("--value-clip 0.2", ""),
-        "TRL": ("experimental ppo trainer, cliprange_value=0.2", ""),
+        "verl": ("critic.cliprange_value={clip}", "the mean is that of critic.loss_agg_mode"),
+        "slime": ("--value-clip {clip}", ""),
+        "TRL": ("experimental ppo trainer, cliprange_value={clip}", ""),
         "NeMo-RL": ("its value loss", "averaged over micro-batches"),
     },
 }  # fmt: skip
+"""Preset to library to flags. A preset that another one of the table gives with its numbers stands behind it."""
 
 MODES: dict[str, tuple[str, str]] = {
     "verl:token-mean": ("mean(token)", ""),

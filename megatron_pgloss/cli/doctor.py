@@ -1,6 +1,6 @@
 """``doctor``: what is installed here, what of it the loss can use, and what would go wrong.
 
-Looks, and imports nothing but torch: an impostor must not run. The C++ compiler is tried once.
+Looks, and imports nothing but torch (where it is there): an impostor must not run. The C++ compiler is tried once.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ import argparse
 import importlib.metadata
 import importlib.util
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from megatron_pgloss.logprobs import backend_report
 
 _OLDEST_CORE = (0, 16)
 
@@ -52,14 +51,15 @@ def examine() -> list[Finding]:
     return [
         Finding("Python", platform.python_version(), "tested: 3.11 and 3.12"),
         *_torch(),
+        _needed("pydantic"),
+        _needed("packaging"),
         _core(),
         _te(),
         _apex(),
         _optional("fused_weight_gradient_mlp_cuda", "head gradients accumulate inside NVIDIA apex's GEMM",
                   "head gradients accumulate by torch"),
         _optional("triton", "for kernels on a GPU", "plain torch is used"),
-        *(Finding(f"log-probs on {device}", said.split(";")[0], "; ".join(said.split("; ")[1:]) or "all that there is")
-          for device, said in backend_report().items()),
+        *_log_probs(),
         _optional("rich", "terminal views", "pip install 'megatron_pgloss[cli]' for terminal views"),
         _optional("jinja2", "the token page", "pip install 'megatron_pgloss[cli]' for the token page"),
         _optional("matplotlib", "curves", "pip install 'megatron_pgloss[cli]' for curves"),
@@ -67,6 +67,8 @@ def examine() -> list[Finding]:
 
 
 def _torch() -> list[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        return [Finding("torch", "absent", "nothing of the package works without it: pip install torch", wrong=True)]
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -78,8 +80,26 @@ def _torch() -> list[Finding]:
     ]
 
 
+def _needed(module: str) -> Finding:
+    if importlib.util.find_spec(module) is None:
+        return Finding(module, "absent", f"the package needs it: pip install {module}", wrong=True)
+    return Finding(module, _version(module) or "there", "needed")
+
+
+def _log_probs() -> list[Finding]:
+    """Backends of the log-probs on each device; none where what they need is absent."""
+    if any(importlib.util.find_spec(module) is None for module in ("torch", "pydantic")):
+        return []
+    from megatron_pgloss.logprobs import backend_report
+
+    return [
+        Finding(f"log-probs on {device}", said.split(";")[0], "; ".join(said.split("; ")[1:]) or "all that there is")
+        for device, said in backend_report().items()
+    ]
+
+
 def _core() -> Finding:
-    version = _version("megatron-core")
+    version = _core_on_path() or _version("megatron-core")
     if version is None:
         return Finding("megatron-core", "absent", "the plain torch API works; megatron_pgloss.megatron does not")
     parts = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
@@ -88,10 +108,24 @@ def _core() -> Finding:
     return Finding("megatron-core", version, "tested: 0.16.1 and 0.19.2")
 
 
+def _core_on_path() -> str | None:
+    """The version that the files of megatron.core on the path state, which may be another than the installed one's: a
+    source tree comes first. Read, not imported.
+    """
+    place = importlib.util.find_spec("megatron")
+    for folder in () if place is None else place.submodule_search_locations or ():
+        file = Path(folder) / "core" / "package_info.py"
+        if file.is_file():
+            text = file.read_text(encoding="utf-8", errors="replace")
+            numbers = [re.search(rf"^{name} = (\d+)", text, re.MULTILINE) for name in ("MAJOR", "MINOR", "PATCH")]
+            return ".".join(found[1] for found in numbers if found) or None
+    return None
+
+
 def _te() -> Finding:
     version = _version("transformer-engine") or _version("transformer_engine")
     if version is None:
-        return Finding("Transformer Engine", "absent", "Megatron-Core's local layers; no FP8 through TE")
+        return Finding("Transformer Engine", "absent", "Megatron-Core's local layers")
     if importlib.util.find_spec("transformer_engine_torch") is None:
         return Finding("Transformer Engine", version, "its torch part is not installed", wrong=True)
     return Finding("Transformer Engine", version, "its layers; the LM head stays in the model's own precision")

@@ -8,15 +8,17 @@ from __future__ import annotations
 import argparse
 import ast
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_pgloss import presets
-from megatron_pgloss.cli import _elsewhere, _example
+from megatron_pgloss.cli import _elsewhere, _example, _flags, _functions
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec import LossSpec, PolicyGradient, division, parse
-from megatron_pgloss.spec.base import nearest
+from megatron_pgloss.spec.functions import Functions
 from megatron_pgloss.spec.latex import latex
+from megatron_pgloss.spec.words import nearest
 
 
 def add(subparsers: Any) -> None:
@@ -32,6 +34,7 @@ def add(subparsers: Any) -> None:
         "--set", action="append", default=[], dest="parts", metavar="NAME=VALUE",
         help="a keyword of the preset, for example --set budget=4096 --set normalizer='mean(token)'; may be repeated",
     )  # fmt: skip
+    _functions.add(parser)
     parser.add_argument(
         "--compare", nargs="+", metavar="NAME",
         help="print the example's weights side by side: LIBRARY:MODE (with @CONSTANT where it has one), presets, files "
@@ -41,12 +44,14 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print, and return 0."""
+    functions = _functions.offered(args.functions)
     if args.compare:
-        print(compare(args.compare))
+        given = [] if args.what is None else [(args.what, resolve(args.what, keywords(args.parts), functions)[1])]
+        print(compare(args.compare, functions, given))
     elif args.what is None:
         print(listing())
     else:
-        name, spec = resolve(args.what, keywords(args.parts))
+        name, spec = resolve(args.what, keywords(args.parts), functions)
         print(explain(spec, name))
     return 0
 
@@ -72,7 +77,7 @@ def keywords(pairs: list[str]) -> dict[str, Any]:
     return found
 
 
-def resolve(what: str, parts: dict[str, Any]) -> tuple[str | None, LossSpec]:
+def resolve(what: str, parts: dict[str, Any], functions: Functions | None = None) -> tuple[str | None, LossSpec]:
     """A preset's name and spec, or None and the spec of a file.
 
     Raises:
@@ -84,7 +89,7 @@ def resolve(what: str, parts: dict[str, Any]) -> tuple[str | None, LossSpec]:
     if what.endswith(".toml") or Path(what).is_file():
         if parts:
             raise SpecError("--set changes presets, not files", fix="edit the file")
-        return None, LossSpec.from_toml(Path(what))
+        return None, LossSpec.from_toml(Path(what), functions=functions)
     raise SpecError(
         f"no preset and no file {what!r}",
         expected=", ".join(presets.PRESETS) + ", or a .toml file",
@@ -107,8 +112,10 @@ def explain(spec: LossSpec, name: str | None = None) -> str:
     parts.append(_section("reads", "\n".join(reads(spec))))
     parts.append(_section("example", f"{_example.TEXT}\n{example(spec)}"))
     parts += [_section("worth knowing", "\n".join(notes))] if (notes := remarks(spec)) else []
-    if name is not None:
-        parts.append(_section("elsewhere", "\n".join(elsewhere(name))))
+    known = name or _flags.preset_of(spec)
+    if known is not None:
+        title = "elsewhere" if name is not None else f"elsewhere (this is {known})"
+        parts.append(_section(title, "\n".join(_flags.lines(spec, known))))
     return "\n\n".join(parts)
 
 
@@ -163,27 +170,18 @@ def remarks(spec: LossSpec) -> list[str]:
     return notes
 
 
-def elsewhere(name: str) -> list[str]:
-    """Flags that give the preset in other libraries, with known differences."""
-    known, lines = _elsewhere.ELSEWHERE.get(name, {}), []
-    for library in _elsewhere.LIBRARIES:
-        if library not in known:
-            lines.append(f"{library}: no counterpart that we know of")
-            continue
-        flags, differs = known[library]
-        lines.append(f"{library}: {flags}")
-        lines += [f"  differs: {differs}"] if differs else []
-    lines += [f"{library}, always: {text}" for library, text in _elsewhere.ALWAYS.items() if library in known]
-    return lines
-
-
-def compare(names: list[str]) -> str:
+def compare(names: list[str], functions: Functions | None = None, given: Sequence[tuple[str, LossSpec]] = ()) -> str:
     """The example's policy-gradient weights under every name, side by side.
+
+    Args:
+        names: modes, presets, files and paths.
+        functions: what a file may name.
+        given: specs, by what to call them, that stand before the names.
 
     Raises:
         SpecError: a name that is no mode, preset, file or normaliser path.
     """
-    rows = [(name, *_named(name)) for name in names]
+    rows = [(name, spec, "") for name, spec in given] + [(name, *_named(name, functions)) for name in names]
     width = max(len("weight of a token"), *(len(name) for name, _, _ in rows)) + 2
     short, long = _example.LENGTHS
     lines = [f"{_example.TEXT}\n"]
@@ -203,7 +201,7 @@ def compare(names: list[str]) -> str:
     return "\n".join([*lines, *notes])
 
 
-def _named(name: str) -> tuple[LossSpec, str]:
+def _named(name: str, functions: Functions | None) -> tuple[LossSpec, str]:
     """The spec of a mode, preset, file or path, and a remark."""
     mode, _, constant = name.partition("@")
     if mode.lower() in _elsewhere.MODES:
@@ -218,4 +216,4 @@ def _named(name: str) -> tuple[LossSpec, str]:
         )
     if "(" in name:
         return presets.reinforce(normalizer=str(parse(name))), ""
-    return resolve(name, {})[1], ""
+    return resolve(name, {}, functions)[1], ""

@@ -9,6 +9,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from megatron_pgloss.cli import _functions
+
 
 def add(subparsers: Any) -> None:
     """Declare the command."""
@@ -28,6 +30,7 @@ def add(subparsers: Any) -> None:
         "--spec", action="append", default=[], metavar="NAME|FILE.toml",
         help="a built-in spec or a TOML file of your own, instead of all built-in ones; may be repeated",
     )  # fmt: skip
+    _functions.add(what)
     what.add_argument("--precision", choices=("float64", "float32", "bf16"), help="default float64; float32 on GPUs")
     what.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="gloo on CPU (default), or NCCL")
     what.add_argument("--self-test", action="store_true", help="break the product on purpose: every fault must be seen")
@@ -69,6 +72,10 @@ def _size(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; the exit code is 1 where a layout is off."""
+    from megatron_pgloss.verify.run.quiet import hush
+
+    hush()
+    args.offered = _functions.offered(args.functions)
     from megatron_pgloss.verify.run.command import command, settle_device
 
     settle_device(args.device)

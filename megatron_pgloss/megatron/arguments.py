@@ -8,6 +8,7 @@ from megatron_pgloss import presets
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.planning import Split
 from megatron_pgloss.spec import LossSpec
+from megatron_pgloss.spec.functions import Functions
 
 
 def add_pgloss_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -26,8 +27,11 @@ def add_pgloss_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def spec_from_args(args: argparse.Namespace) -> LossSpec:
+def spec_from_args(args: argparse.Namespace, *, functions: Functions | None = None) -> LossSpec:
     """The spec that the arguments name.
+
+    Args:
+        functions: what the names of the user's own functions in a file stand for, as in `LossSpec.from_toml`.
 
     Raises:
         SpecError: not exactly one of preset and file, or a part that does not fit.
@@ -37,7 +41,7 @@ def spec_from_args(args: argparse.Namespace) -> LossSpec:
     if args.pgloss_spec is not None:
         if args.pgloss_normalizer is not None or args.pgloss_budget is not None:
             raise SpecError("--pgloss-normalizer and --pgloss-budget go with a preset", fix="write them in the file")
-        return LossSpec.from_toml(args.pgloss_spec)
+        return LossSpec.from_toml(args.pgloss_spec, functions=functions)
     parts = {} if args.pgloss_normalizer is None else {"normalizer": args.pgloss_normalizer}
     if args.pgloss_preset == "dr_grpo":
         if args.pgloss_budget is None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron_pgloss import finishing
 from megatron_pgloss.errors import DataError, LayoutError, NonFiniteError, PGLossError
 from megatron_pgloss.megatron.layout import Layout
 from megatron_pgloss.metrics import Metric, fold
@@ -147,19 +148,8 @@ def _text(row: Tensor) -> bytes:
 
 
 def results(found: Collected, plan: Plan) -> dict[str, float]:
-    """The step's numbers by name: metrics, the plan's counts, effective sample sizes, the loss with coefficients."""
-    out = {name: metric.result() for name, metric in found.metrics.items() if not name.endswith("/fault_at")}
-    for name, counts in plan.counts.items():
-        out |= {f"{name}/n_{what.replace(' ', '_')}": float(count) for what, count in counts.items()}
-        if f"{name}/ratio_sq" in out:
-            # Of the member tokens, how many equally weighted ones the ratios are worth: (sum r)^2 / (n sum r^2).
-            out[f"{name}/ess"] = out[f"{name}/ratio"] ** 2 / out[f"{name}/ratio_sq"]
-        if f"{name}/is_weight_sq" in out:
-            spread = out[f"{name}/is_weight_sq"] - out[f"{name}/is_weight"] ** 2
-            out[f"{name}/is_weight_std"] = math.sqrt(max(spread, 0.0))
-    out["loss"] = sum(coef * out[f"{name}/loss"] for name, coef in plan.coef.items())
-    out["gradient_fault"] = float(len(found.broken))
-    return out
+    """The step's numbers by name, and the ranks whose gradients are not finite."""
+    return finishing.results(found.metrics, plan) | {"gradient_fault": float(len(found.broken))}
 
 
 def _place(mine: Mapping[str, Metric], plan: Plan) -> str:

@@ -74,7 +74,7 @@ class UnitStatistics:
     def call(self, key: Hashable, part: Function) -> Any:
         """What the user's function of ``part`` gives; ``key`` says whose declared statistics it reads."""
         self._caller = key
-        return part.function(self)
+        return part.fn(self)
 
     def statistic(self, name: str) -> Tensor:
         """A statistic that the function declares, at each position."""

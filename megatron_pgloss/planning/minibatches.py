@@ -14,7 +14,7 @@ from megatron_pgloss.planning import agreement
 from megatron_pgloss.planning.agreement import Ranks
 from megatron_pgloss.planning.carried import Carried
 from megatron_pgloss.rollouts import TokenBatch
-from megatron_pgloss.spec.base import nearest
+from megatron_pgloss.spec.words import nearest
 
 
 def minibatches(

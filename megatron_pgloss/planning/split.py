@@ -9,8 +9,10 @@ import itertools
 from dataclasses import dataclass
 
 from megatron_pgloss.errors import DataError, SpecError
+from megatron_pgloss.rollouts.keywords import closed
 
 
+@closed
 @dataclass(frozen=True, slots=True)
 class Split:
     """Exactly one of ``sequences``, ``microbatches`` and ``max_tokens``.

@@ -50,7 +50,7 @@ from megatron_pgloss.presets.weighted import (
     vespo,
 )
 from megatron_pgloss.spec import LossSpec
-from megatron_pgloss.spec.base import nearest
+from megatron_pgloss.spec.words import nearest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +114,13 @@ def get(name: str, **parts: Any) -> LossSpec:
     Raises:
         SpecError: no such preset; the nearest name is given.
     """
-    if name not in PRESETS:
-        raise SpecError(f"no preset {name!r}", expected=", ".join(PRESETS), fix=nearest(name, list(PRESETS)))
+    if not isinstance(name, str) or name not in PRESETS:
+        raise SpecError(f"no preset {name!r}", expected=", ".join(PRESETS), fix=nearest(str(name), list(PRESETS)))
     return PRESETS[name].build(**parts)
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"no preset {name!r}; {nearest(name, list(PRESETS)) or 'presets.PRESETS lists them'}")
 
 
 __all__ = [

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_pgloss.errors import SpecError
+from megatron_pgloss.presets.known import number
 from megatron_pgloss.spec import KL, Component, Entropy, LossSpec, PolicyGradient
-from megatron_pgloss.spec.base import unknown_key
 
 TOKEN = "mean(token)"
 SEQUENCE = "mean(sequence) > mean(token)"
-_KEYWORDS = ("normalizer", "coef", "low", "high", "dual", "kl", "kl_estimator", "entropy", "count_rejected")
 
 
 def build(
@@ -30,21 +30,20 @@ def build(
         fields: fields of `LossSpec`.
 
     Raises:
-        SpecError: a keyword that is neither.
+        SpecError: a coefficient that is no number, or rules that are no list.
     """
-    unknown = [name for name in fields if name not in LossSpec.model_fields or name == "components"]
-    if unknown:
-        raise unknown_key("the preset", unknown[0], [*_KEYWORDS, *(set(LossSpec.model_fields) - {"components"})])
     parts: list[Component] = [rl]
-    if kl:
+    if number("the preset", "kl", kl):
         parts.append(KL(estimator=kl_estimator, coef=kl, normalizer=rl.normalizer))
-    if entropy:
+    if number("the preset", "entropy", entropy):
         parts.append(Entropy(coef=entropy, normalizer=rl.normalizer))
     return LossSpec(components=without_rejected((*parts, *more), count_rejected), **fields)
 
 
 def without_rejected(parts: tuple[Component, ...], count_rejected: bool) -> tuple[Component, ...]:
     """``parts``; unless ``count_rejected``, those over action tokens no longer count what is rejected."""
+    if not isinstance(count_rejected, bool):
+        raise SpecError("count_rejected is no bool", expected="True or False", got=repr(count_rejected)[:64])
     if count_rejected:
         return parts
     return tuple(part.replace(count_rejected=False) if part.over == "action" else part for part in parts)
@@ -60,4 +59,12 @@ def policy(
 
 def also(parts: dict[str, Any], field: str, *rules: Any) -> dict[str, Any]:
     """``parts`` with ``rules`` in front of the caller's own in ``field`` (gates, masks or corrections)."""
-    return {**parts, field: (*rules, *parts.get(field, ()))}
+    return {**parts, field: (*rules, *listed(parts, field))}
+
+
+def listed(parts: dict[str, Any], field: str) -> tuple[Any, ...]:
+    """The caller's own rules in ``field``."""
+    given = parts.get(field, ())
+    if not isinstance(given, list | tuple):
+        raise SpecError(f"{field} is no list", expected=f"{field}=[...]", got=type(given).__name__)
+    return tuple(given)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from megatron_pgloss.errors import SpecError
-from megatron_pgloss.presets.build import SEQUENCE, TOKEN, also, policy
+from megatron_pgloss.presets.build import SEQUENCE, TOKEN, also, listed, policy
+from megatron_pgloss.presets.known import preset
 from megatron_pgloss.spec import (
     FIPO,
     GMPO,
@@ -23,6 +24,7 @@ from megatron_pgloss.spec import (
 from megatron_pgloss.spec.numbers import Bound
 
 
+@preset()
 def ppo(
     *,
     low: Bound = 0.2,
@@ -36,6 +38,7 @@ def ppo(
     return policy(Clip(low=low, high=high, dual=dual, delta=delta), normalizer=normalizer, **parts)
 
 
+@preset(ppo)
 def lite_ppo(**parts: Any) -> LossSpec:
     """`ppo` under the token mean (2508.08221): the rest of the recipe is in the advantages, the group's mean and the
     batch's standard deviation (`megatron_pgloss.advantages`).
@@ -43,6 +46,7 @@ def lite_ppo(**parts: Any) -> LossSpec:
     return ppo(**parts)
 
 
+@preset(ppo)
 def grpo(*, kl: float = 0.04, normalizer: str = SEQUENCE, **parts: Any) -> LossSpec:
     """Clipped surrogate, k3 KL to the reference, mean per sequence (GRPO 2402.03300 eq. 3 and 4).
 
@@ -51,11 +55,13 @@ def grpo(*, kl: float = 0.04, normalizer: str = SEQUENCE, **parts: Any) -> LossS
     return ppo(kl=kl, normalizer=normalizer, **parts)
 
 
+@preset(ppo)
 def dr_grpo(budget: float, *, normalizer: str | None = None, **parts: Any) -> LossSpec:
     """Clipped surrogate divided by a constant token budget (Dr. GRPO 2503.20783 section 3.2)."""
     return ppo(normalizer=normalizer or f"mean(sequence) > sum(token)/{budget!r}", **parts)
 
 
+@preset(ppo)
 def dapo(*, high: Bound = 0.28, overlong: Literal["drop"] | None = None, **parts: Any) -> LossSpec:
     """Clip-higher with the mean over all tokens (DAPO 2503.14476 eq. 8 to 10).
 
@@ -64,10 +70,11 @@ def dapo(*, high: Bound = 0.28, overlong: Literal["drop"] | None = None, **parts
     if overlong not in (None, "drop"):
         raise SpecError(f"dapo: overlong={overlong!r}", expected="'drop' or None")
     if overlong == "drop":
-        parts["masks"] = (*parts.get("masks", ()), DropTruncated())
+        parts["masks"] = (*listed(parts, "masks"), DropTruncated())
     return ppo(high=high, **parts)
 
 
+@preset(ppo)
 def echo(
     variant: Literal["paper", "prime_rl"] = "paper", *, ce: float | None = None, normalizer: str = TOKEN, **parts: Any
 ) -> LossSpec:
@@ -87,6 +94,7 @@ def echo(
     return ppo(normalizer=normalizer, more=(target, *parts.pop("more", ())), **parts)
 
 
+@preset(fixes=("ratio",))
 def gspo(
     *,
     low: Bound = 3e-4,
@@ -102,6 +110,7 @@ def gspo(
     return policy(Clip(low=low, high=high), ratio=unit, normalizer=normalizer, **parts)
 
 
+@preset(fixes=("ratio",))
 def gspo_token(
     *,
     low: Bound = 3e-4,
@@ -116,16 +125,19 @@ def gspo_token(
     return policy(Clip(low=low, high=high), ratio=f"{unit}_token", normalizer=normalizer, **parts)
 
 
+@preset(gspo)
 def luspo(*, normalizer: str = "mean(sequence) > sum(token)", **parts: Any) -> LossSpec:
     """`gspo` with every sequence weighed by its length (LUSPO 2602.05261)."""
     return gspo(normalizer=normalizer, **parts)
 
 
+@preset()
 def gmpo(*, low: Bound = 0.4, high: Bound = 0.4, normalizer: str = SEQUENCE, **parts: Any) -> LossSpec:
     """Geometric mean of clipped token ratios (GMPO 2507.20673); bounds in log space."""
     return policy(GMPO(low=low, high=high), normalizer=normalizer, **parts)
 
 
+@preset()
 def fipo(
     *,
     low: Bound = 0.2,
@@ -145,6 +157,7 @@ def fipo(
     return policy(surrogate, normalizer=normalizer, **parts)
 
 
+@preset(ppo)
 def opsm(threshold: float, *, normalizer: str = SEQUENCE, **parts: Any) -> LossSpec:
     """`ppo` that drops sequences of negative advantage which the policy has left: mean log mu - log pi above
     ``threshold`` (off-policy sequence masking, DeepSeek-V3.2 2512.02556).
@@ -152,6 +165,7 @@ def opsm(threshold: float, *, normalizer: str = SEQUENCE, **parts: Any) -> LossS
     return ppo(normalizer=normalizer, **also(parts, "gates", SequenceGate(threshold=threshold)))
 
 
+@preset(ppo)
 def icepop(
     *,
     low: Bound = 0.2,
@@ -168,11 +182,13 @@ def icepop(
     return ppo(low=low, high=high, normalizer=normalizer, **also(parts, "corrections", rule))
 
 
+@preset(dapo)
 def high_entropy(*, share: float = 0.2, **parts: Any) -> LossSpec:
     """`dapo` on the ``share`` of tokens with the highest entropy (2506.01939). Needs the statistics pass."""
     return dapo(**also(parts, "gates", EntropyGate(share=share)))
 
 
+@preset(ppo)
 def clip_cov(*, share: float = 2e-4, floor: float = 1.0, ceiling: float = 5.0, seed: int = 0, **parts: Any) -> LossSpec:
     """`ppo` without a few tokens drawn from those of high covariance between advantage and log-prob (Clip-Cov
     2505.22617). Needs the statistics pass.
@@ -181,6 +197,7 @@ def clip_cov(*, share: float = 2e-4, floor: float = 1.0, ceiling: float = 5.0, s
     return ppo(**also(parts, "gates", gate))
 
 
+@preset()
 def kl_cov(*, share: float = 2e-3, penalty: float = 1.0, normalizer: str = TOKEN, **parts: Any) -> LossSpec:
     """The ratio unclipped, and ``penalty |log pi - log old|`` on the ``share`` of tokens with the highest covariance
     between advantage and log-prob (KL-Cov 2505.22617). Needs the statistics pass.

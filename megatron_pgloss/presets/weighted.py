@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.presets.build import SEQUENCE, TOKEN, also, build, policy
+from megatron_pgloss.presets.known import BESIDE, FIELDS, preset
 from megatron_pgloss.spec import (
     CISPO,
     DRO,
@@ -31,6 +32,7 @@ from megatron_pgloss.spec import (
 from megatron_pgloss.spec.numbers import Bound
 
 
+@preset(fixes=("ratio",))
 def reinforce(*, normalizer: str = TOKEN, coef: float = 1.0, **parts: Any) -> LossSpec:
     """``-A log pi``, on-policy (Williams 1992, eq. 4).
 
@@ -43,6 +45,7 @@ def reinforce(*, normalizer: str = TOKEN, coef: float = 1.0, **parts: Any) -> Lo
     return policy(Reinforce(), ratio="none", normalizer=normalizer, coef=coef, **{"old": "policy", **parts})
 
 
+@preset(reinforce)
 def gpg(**parts: Any) -> LossSpec:
     """`reinforce` without the tokens of zero advantage, in numerator and count alike: that is the paper's factor for
     groups without a signal (GPG 2504.02546).
@@ -50,6 +53,7 @@ def gpg(**parts: Any) -> LossSpec:
     return reinforce(**also(parts, "masks", DropZeroAdvantage()))
 
 
+@preset()
 def cispo(
     *,
     high: Bound = 4.0,
@@ -66,17 +70,20 @@ def cispo(
     return policy(CISPO(low=low, high=high, bound=bound), normalizer=normalizer, **parts)
 
 
+@preset()
 def aipo(*, cap: float = 4.0, normalizer: str = TOKEN, **parts: Any) -> LossSpec:
     """``min(pi/mu, cap)`` as a constant weight (AIPO, LlamaRL 2505.24034)."""
     surrogate = CISPO(high=cap, bound="absolute")
     return policy(surrogate, normalizer=normalizer, **{"old": "rollout", **parts})
 
 
+@preset()
 def topr(*, ratio: Any = "sequence_sum", normalizer: str = "mean(sequence) > sum(token)", **parts: Any) -> LossSpec:
     """Positive answers by likelihood, negative ones under ``min(pi/mu, 1)`` of the whole answer (TOPR 2503.14286)."""
     return policy(TOPR(), ratio=ratio, normalizer=normalizer, **{"old": "rollout", **parts})
 
 
+@preset(fixes=("ratio",))
 def vespo(
     *,
     k_positive: float = 2.0,
@@ -93,6 +100,7 @@ def vespo(
     return policy(surrogate, ratio="sequence_sum", normalizer=normalizer, **{"old": "rollout", **parts})
 
 
+@preset()
 def sapo(
     *, tau_positive: float = 1.0, tau_negative: float = 1.05, normalizer: str = SEQUENCE, **parts: Any
 ) -> LossSpec:
@@ -100,17 +108,20 @@ def sapo(
     return policy(SAPO(tau_positive=tau_positive, tau_negative=tau_negative), normalizer=normalizer, **parts)
 
 
+@preset()
 def dro(*, beta: float = 0.1, normalizer: str = TOKEN, **parts: Any) -> LossSpec:
     """Policy gradient with a quadratic penalty on each token's log-ratio (DRO 2405.19107, at token level)."""
     return policy(DRO(beta=beta), normalizer=normalizer, **parts)
 
 
+@preset(fixes=("ratio",))
 def kimi(*, beta: float = 0.1, normalizer: str = SEQUENCE, **parts: Any) -> LossSpec:
     """`dro` on the log-ratio of the whole sequence (Kimi k1.5 2501.12599)."""
     ratio = Ratio(statistic="sum", gradient="through")
     return policy(DRO(beta=beta), ratio=ratio, normalizer=normalizer, **parts)
 
 
+@preset(fixes=("ratio",))
 def real(
     *, tau: float = 0.5, form: Literal["group", "binary"] = "group", normalizer: str | None = None, **parts: Any
 ) -> LossSpec:
@@ -123,18 +134,21 @@ def real(
     return policy(REAL(tau=tau, form=form), ratio="sequence", normalizer=normalizer or default, **parts)
 
 
+@preset()
 def dppo_tv(*, low: float = 0.2, high: float = 0.2, normalizer: str = TOKEN, **parts: Any) -> LossSpec:
     """pi/mu inside a total-variation trust region of the sampled token (DPPO-TV 2602.04879)."""
     parts = also({"old": "rollout", **parts}, "gates", TVGate(low=low, high=high))
     return policy(Unclipped(), normalizer=normalizer, **parts)
 
 
+@preset()
 def dppo_kl(*, threshold: float = 0.05, normalizer: str = TOKEN, **parts: Any) -> LossSpec:
     """pi/mu inside a binary-KL trust region of the sampled token (DPPO-KL 2602.04879)."""
     parts = also({"old": "rollout", **parts}, "gates", KLGate(threshold=threshold))
     return policy(Unclipped(), normalizer=normalizer, **parts)
 
 
+@preset()
 def prime_dppo(
     *,
     low: float = 0.2,
@@ -152,6 +166,7 @@ def prime_dppo(
     return _prime(TVGate(low=low, high=high, zero="low"), kl_tau, zero_advantage, normalizer, parts)
 
 
+@preset()
 def prime_ipo(
     *,
     eps: float = 0.1,
@@ -182,6 +197,7 @@ def _drift(kl_tau: float, normalizer: str) -> tuple[KL, ...]:
     return (KL(name="drift", estimator="k2", to="rollout", coef=2 * kl_tau, normalizer=normalizer),) if kl_tau else ()
 
 
+@preset()
 def m2po(*, threshold: float = 0.04, normalizer: str = TOKEN, **parts: Any) -> LossSpec:
     """The ratio unclipped, without the tokens that hold its second moment up (M2PO 2510.01161). Needs the statistics
     pass.
@@ -189,6 +205,7 @@ def m2po(*, threshold: float = 0.04, normalizer: str = TOKEN, **parts: Any) -> L
     return policy(Unclipped(), normalizer=normalizer, **also(parts, "gates", SecondMomentGate(threshold=threshold)))
 
 
+@preset(takes=BESIDE)
 def distill(
     *, drop: float | None = 0.2, kl_tau: float = 1e-3, normalizer: str = TOKEN, coef: float = 1.0, **parts: Any
 ) -> LossSpec:
@@ -201,6 +218,7 @@ def distill(
     return build(rl, more=_drift(kl_tau, normalizer), **(parts if drop is None else also(parts, "gates", gate)))
 
 
+@preset(takes=BESIDE)
 def opd(*, normalizer: str = TOKEN, coef: float = 1.0, **parts: Any) -> LossSpec:
     """On-policy distillation: ``-sg(log ref - log pi)`` as the advantage of each token, ratio exactly 1 (Thinking
     Machines, "On-policy distillation", 2025). Reads no advantages.
@@ -209,6 +227,7 @@ def opd(*, normalizer: str = TOKEN, coef: float = 1.0, **parts: Any) -> LossSpec
     return build(rl, **{"old": "policy", **parts})
 
 
+@preset(takes=BESIDE)
 def nll(*, positive: bool = False, normalizer: str = TOKEN, coef: float = 1.0, **parts: Any) -> LossSpec:
     """``-log pi`` of the policy's own tokens; ``positive=True``: of those with a positive advantage alone, in numerator
     and count (VAPO 2504.05118).
@@ -217,6 +236,7 @@ def nll(*, positive: bool = False, normalizer: str = TOKEN, coef: float = 1.0, *
     return build(rl, **(also(parts, "masks", KeepPositiveAdvantage(on=("nll",))) if positive else parts))
 
 
+@preset(takes=FIELDS)
 def critic(
     *,
     clip: float | None = 0.2,

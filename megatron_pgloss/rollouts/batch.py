@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
@@ -187,6 +187,33 @@ class TokenBatch:
         kept = checks.own_stream(called, given) if row is None else checks.stream(row, given, name=called)
         # A constant by definition: nothing is differentiated through what the policy was.
         return replace(self, streams={**self.streams, name: kept})
+
+    def with_unscored(self, rule: Literal["ratio_1"]) -> TokenBatch:
+        """The same rows, in which action tokens that the sampler did not score (NaN in stream ``rollout``) are covered
+        by a stated rule.
+
+        Args:
+            rule: ``ratio_1``: mu is taken to be old there. The ratio old/mu is exactly 1, so a correction neither
+                weighs nor rejects the token; it adds 0 to the statistic of its sequence or turn, and votes in it.
+
+        Raises:
+            DataError: another rule, or a stream is absent, or old is not finite there.
+        """
+        if rule != "ratio_1":
+            raise DataError(f"with_unscored({rule!r})", expected="'ratio_1'")
+        for name in ("rollout", "old"):
+            if name not in self.streams:
+                fix = "score the batch into old first" if name == "old" else "rollout_logprobs=, NaN where unscored"
+                raise DataError(f"with_unscored reads stream {name!r}, which the batch does not have", fix=fix)
+        rollout_T, old_T = self.streams["rollout"], self.streams["old"]
+        unscored_T = self.action_T & rollout_T.isnan()
+        bad_T = unscored_T & ~old_T.isfinite()
+        if bool(bad_T.any()):
+            at = int(bad_T.to(torch.int8).argmax())
+            raise DataError("a token was scored by nobody", got=float(old_T[at]), where=self.where(at, "old"))
+        kind = torch.promote_types(rollout_T.dtype, old_T.dtype)
+        # In the wider type: a rounded old is no ratio of 1.
+        return self.with_stream("rollout", torch.where(unscored_T, old_T.to(kind), rollout_T.to(kind)))
 
     @classmethod
     @takes(PaddedArguments)

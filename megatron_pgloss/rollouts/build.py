@@ -17,6 +17,7 @@ from megatron_pgloss.rollouts.keywords import PackedArguments, PaddedArguments, 
 from megatron_pgloss.rollouts.place import Id, token_name
 from megatron_pgloss.rollouts.states import Termination
 from megatron_pgloss.rollouts.streams import BY_ARGUMENT, STREAMS, StreamSpec, is_taken
+from megatron_pgloss.spec.words import nearest
 
 Fields = dict[str, Any]
 
@@ -191,7 +192,13 @@ def _terminations(given: Any, rows: int) -> tuple[Termination, ...] | None:
         raise DataError("terminations has the wrong length", expected=rows, got=len(given))
     try:
         return tuple(Termination(value) for value in given)
-    except ValueError as error:
+    except ValueError:
+        known = [state.value for state in Termination]
+        row, wrong = next((row, value) for row, value in enumerate(given) if value not in known)
         raise DataError(
-            f"unknown termination: {error}", expected=", ".join(state.value for state in Termination)
+            "unknown termination",
+            expected=", ".join(known),
+            got=repr(wrong)[:64],
+            where=f"row {row}",
+            fix=nearest(str(wrong), known),
         ) from None

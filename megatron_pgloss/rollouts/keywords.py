@@ -4,9 +4,10 @@
 """
 
 # No `from __future__ import annotations` here: which keywords are required is read from the annotations.
-import difflib
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from typing import Any, Required, TypeVar
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from megatron_pgloss.errors import DataError
 from megatron_pgloss.rollouts.arrays import Array
 from megatron_pgloss.rollouts.place import Id
 from megatron_pgloss.rollouts.streams import Flags, Floats, Ids, StreamArguments, Wholes
+from megatron_pgloss.spec.words import nearest
 
 WideFloats = Sequence[Sequence[Sequence[float]]]
 
@@ -70,15 +72,42 @@ def check_names(given: Mapping[str, Any], of: Any, caller: str) -> None:
     known = of.__required_keys__ | of.__optional_keys__
     for name in given:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
             raise DataError(
                 f"no argument {name!r}",
                 expected=", ".join(_ordered(of)),
-                fix=f"did you mean {close[0]!r}?" if close else f"remove {name!r}",
+                fix=nearest(name, _ordered(of)) or f"remove {name!r}",
             )
     for name in _ordered(of):
         if name in of.__required_keys__ and name not in given:
             raise DataError(f"{caller} has no {name}", expected=f"{caller}({name}=...)")
+
+
+Class = TypeVar("Class", bound=type[Any])
+
+
+def closed(cls: Class) -> Class:
+    """A dataclass whose constructor refuses keywords that it does not have, and those that it lacks, by `DataError`.
+
+    Python's own TypeError names no likely word.
+    """
+    items = fields(cls)
+    known = [item.name for item in items if item.init]
+    needed = [item.name for item in items if item.init and item.default is MISSING and item.default_factory is MISSING]
+    make = cls.__init__
+
+    @functools.wraps(make)
+    def checked(self: Any, *args: Any, **given: Any) -> None:
+        for name in given:
+            if name not in known:
+                fix = nearest(name, known) or f"remove {name!r}"
+                raise DataError(f"{cls.__name__} has no argument {name!r}", expected=", ".join(known), fix=fix)
+        for name in needed[len(args) :]:
+            if name not in given:
+                raise DataError(f"{cls.__name__} has no {name}", expected=f"{cls.__name__}({name}=...)")
+        make(self, *args, **given)
+
+    cls.__init__ = checked
+    return cls
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ from megatron_pgloss.rollouts.states import Author
 from megatron_pgloss.rollouts.streams import BY_NAME, OFF, STREAMS, StreamSpec
 from megatron_pgloss.rollouts.traces import Sampler, Span, Trace
 from megatron_pgloss.spec import RoleTable
+from megatron_pgloss.spec.words import nearest
 
 _OWN = {"rollout_logprobs": ("logprobs", "log-probs"), "versions": ("version", "versions"),
         "kept_sets": ("kept_sets", "kept sets")}  # fmt: skip
@@ -56,6 +59,7 @@ def fields_of_traces(traces: Sequence[Trace], roles: RoleTable | None) -> Fields
     observation_T = spread([run.author is Author.ENVIRONMENT for run in runs], torch.bool) & seen_T & ~action_T
     table = roles.ce
     target_T = observation_T & spread([table is None or run.span.role in table for run in runs], torch.bool)
+    _roles_known(runs, table)
     words = tuple(dict.fromkeys([*(run.author.value for run in runs), *(run.span.role for run in runs)]))
     code = {word: i for i, word in enumerate(words)}
     given: dict[str, Any] = {
@@ -81,6 +85,19 @@ def fields_of_traces(traces: Sequence[Trace], roles: RoleTable | None) -> Fields
     }
 
 
+def _roles_known(runs: list[_Stretch], table: Mapping[str, float] | None) -> None:
+    """Refuse a table that names a role of no span, where a span has one that differs by a letter or two."""
+    found = {run.span.role: run.place for run in runs if run.author is Author.ENVIRONMENT}
+    for role in table or ():
+        close = difflib.get_close_matches(role, [name for name in found if name not in (table or ())], 1, cutoff=0.8)
+        if role not in found and close:
+            raise DataError(
+                f"roles.ce names {role!r}, a role of no span, and {close[0]!r} would be trained on by nobody",
+                expected="the roles of the environment's spans", got=", ".join(sorted(found)), where=found[close[0]],
+                fix=f"did you mean {close[0]!r}? If both are meant, name both, one with weight 0",
+            )  # fmt: skip
+
+
 def _checked(traces: Any) -> list[Trace]:
     """The traces, made of what they should be made of."""
     if not isinstance(traces, Sequence) or not all(isinstance(trace, Trace) for trace in traces):
@@ -104,14 +121,16 @@ def _read(trace: Trace, row: int, number: int) -> _Stretch:
         raise DataError("a span has a role that is no text", expected="str", got=type(span.role).__name__, where=place)
     for stream in span.streams:
         if stream not in _FURTHER:
-            raise DataError(f"a span has no stream {stream!r}", expected=", ".join(_FURTHER), where=place)
+            fix = nearest(str(stream), _FURTHER)
+            raise DataError(f"a span has no stream {stream!r}", expected=", ".join(_FURTHER), where=place, fix=fix)
     try:
         author = Author(span.author)
     except ValueError:
-        known = ", ".join(author.value for author in Author)
+        known = [author.value for author in Author]
         raise DataError(
-            "a span has an unknown author", expected=known, got=repr(span.author)[:32], where=place
-        ) from None
+            "a span has an unknown author", expected=", ".join(known), got=repr(span.author)[:32], where=place,
+            fix=nearest(str(span.author), known),
+        ) from None  # fmt: skip
     tokens_n = _one_a_token(BY_NAME["tokens"], span.tokens, None, place)
     return _Stretch(span=span, row=row, author=author, tokens_n=tokens_n, place=place)
 
@@ -120,6 +139,9 @@ def _one_a_token(row: StreamSpec, value: Any, count: int | None, place: str) -> 
     """A span's stream in the dtype of the table: [n], or [n, k] of ids; None: any number of tokens."""
     field, words = _OWN.get(row.argument, (row.argument, row.argument))
     called = f"{field} of {place}"
+    if row.argument == "rollout_logprobs" and isinstance(value, list | tuple):
+        # Not scored by the sampler: `TokenBatch.with_unscored` says what then holds, and without it the plan refuses.
+        value = [math.nan if item is None else item for item in value]
     if row.dtype == "ids":
         found = _ids(called, value)
     else:

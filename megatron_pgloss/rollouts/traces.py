@@ -9,10 +9,12 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megatron_pgloss.rollouts.arrays import Array
+from megatron_pgloss.rollouts.keywords import closed
 from megatron_pgloss.rollouts.place import Id
 from megatron_pgloss.rollouts.states import Author, Termination
 
 
+@closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """An unbroken run of tokens from one author."""
@@ -22,8 +24,9 @@ class Span:
     author: Author | Literal["policy", "environment", "harness", "renderer", "verifier", "copied"]
     """Who wrote it; decides membership."""
     tokens: Sequence[int] | Tensor | Array
-    logprobs: Sequence[float] | Tensor | Array | None = None
-    """For policy spans: the sampler's own log-prob of every token."""
+    logprobs: Sequence[float | None] | Tensor | Array | None = None
+    """For policy spans: the sampler's own log-prob of every token; None in the list for one that it did not score
+    (`TokenBatch.with_unscored`)."""
     version: int | Sequence[int] | Tensor | Array | None = None
     """For policy spans: version of the weights that sampled it, or of each token where they changed on the way."""
     kept_sets: Sequence[Sequence[int]] | Tensor | Array | None = None
@@ -34,6 +37,7 @@ class Span:
     entry a token. What one policy span has, every policy span of the batch must have."""
 
 
+@closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
     """How the policy's tokens were drawn."""
@@ -47,6 +51,7 @@ class Sampler:
     """Whether reported log-probs are of the distribution drawn from, or of the raw logits."""
 
 
+@closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """One row the model reads: a rollout, or a part of one."""

@@ -84,10 +84,22 @@ def _log_ratio(rule: Any, x: Evidence) -> Tensor:
     return x.log_N
 
 
+def _ratio_or_weight(rule: TruncatedIS, x: Evidence) -> Tensor:
+    log_N = _log_ratio(rule, x)
+    if rule.normalize != "sequence":
+        return log_N
+    return log_N.clamp(-x.bound, x.bound).exp().clamp(rule.low, rule.high)
+
+
 def _weighed(rule: TruncatedIS, joined: Joined, x: Evidence) -> Verdict:
-    raw_N = joined.value_N.clamp(-x.bound, x.bound).exp()
-    cut_N = (raw_N > rule.high) | (raw_N < rule.low)
-    return Verdict(weight=raw_N.clamp(rule.low, rule.high), raw=raw_N, truncated=cut_N)
+    by_sequence = rule.normalize == "sequence"
+    log_N = _log_ratio(rule, x) if by_sequence else joined.value_N
+    raw_N = log_N.clamp(-x.bound, x.bound).exp()
+    weight_N = raw_N.clamp(rule.low, rule.high)
+    if by_sequence:
+        assert joined.told_N is not None
+        weight_N = torch.where(joined.told_N, weight_N / torch.where(joined.told_N, joined.value_N, 1), 1)
+    return Verdict(weight=weight_N, raw=raw_N, truncated=(raw_N > rule.high) | (raw_N < rule.low))
 
 
 def _banded(rule: IcePop, joined: Joined, x: Evidence) -> Verdict:
@@ -136,7 +148,7 @@ def _estimated(rule: Reject, joined: Joined, x: Evidence) -> Verdict:
 
 
 APPLY: dict[str, tuple[Callable[[Any, Evidence], Tensor], Callable[[Any, Joined, Evidence], Verdict]]] = {
-    "truncated_is": (_log_ratio, _weighed),
+    "truncated_is": (_ratio_or_weight, _weighed),
     "icepop": (_log_ratio, _banded),
     "ratio_mask": (_log_ratio, _masked),
     "reject": (_estimate, _estimated),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from types import MappingProxyType
 from typing import Any, Self
@@ -10,6 +9,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron_pgloss.errors import SpecError
+from megatron_pgloss.spec.words import nearest
 
 
 class Part(BaseModel):
@@ -59,24 +59,30 @@ def unknown_key(owner: str, key: str, known: list[str]) -> SpecError:
     )
 
 
-def nearest(word: str, known: list[str]) -> str | None:
-    """A hint ``did you mean ...?``, or None where nothing is close."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else None
-
-
 def _as_spec_error(owner: str, error: ValidationError) -> SpecError:
-    first = error.errors()[0]
+    found = error.errors()
+    first = found[0]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, SpecError):
         return cause
-    where = ".".join(str(step) for step in first["loc"]) or owner
+    place = _place(first)
+    # A number or a name: pydantic says of each why it is none, and all of it is the answer.
+    said = dict.fromkeys(item["msg"] for item in found if _place(item) == place)
     got = first.get("input")
     context = first.get("ctx", {})
     # The allowed words stand in quotes, under one key or the other; of a union the word is the tag.
     words = re.findall(r"'(\w+)'", str(context.get("expected") or context.get("expected_tags") or ""))
     hint = nearest(str(context.get("tag", got)), words) if words else None
-    shown = f"{got!r}"
+    # A number of thousands of digits has no text.
+    shown = f"a number of {got.bit_length()} bits" if isinstance(got, int) and got.bit_length() > 1024 else f"{got!r}"
     return SpecError(
-        f"{owner}.{where}: {first['msg']}", got=shown if len(shown) < 200 else shown[:200] + "...", fix=hint
+        f"{owner}.{place or owner}: {', or '.join(said)}",
+        got=shown if len(shown) < 200 else shown[:200] + "...",
+        fix=hint,
     )
+
+
+def _place(error: Any) -> str:
+    """Fields and indices on the way to what is wrong, without pydantic's own names of types."""
+    named = error["loc"][:1] + tuple(step for step in error["loc"][1:] if isinstance(step, int))
+    return ".".join(str(step) for step in named)

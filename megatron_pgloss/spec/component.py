@@ -8,9 +8,9 @@ from pydantic import Field, field_validator
 
 from megatron_pgloss.spec.kinds import Kind
 from megatron_pgloss.spec.normalizer import Path, parse
-from megatron_pgloss.spec.numbers import Finite
+from megatron_pgloss.spec.numbers import Finite, Flag
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$", max_length=32)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$", max_length=32, strict=True)]
 
 
 class Component(Kind):
@@ -28,7 +28,7 @@ class Component(Kind):
     """Whether a unit without a counted token counts at its level."""
     divide_by: Literal["tokens", "weights"] = "tokens"
     """Token counts, or the sum of the component's user weights over the counted tokens."""
-    count_rejected: bool = True
+    count_rejected: Flag = True
     """Whether the tokens that a correction or gate rejected stay counted in the denominators; those that a mask took
     never do."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -230,13 +231,13 @@ class Term(Function, Component):
 
     Args (positional allowed):
         name: its name.
-        fn: the function, or ``"pkg.mod:name"`` (the form that TOML can hold).
+        fn: the function.
 
     ``needs`` names what ``fn`` reads beside the log-probs, as in `megatron_pgloss.spec.functions.Function`.
     """
 
     kind: Literal["term"] = "term"
-    example: ClassVar[Mapping[str, Any]] = {"name": "own", "fn": "torch:sigmoid"}
+    example: ClassVar[Mapping[str, Any]] = {"name": "own", "fn": math.exp}
     on: Literal["action", "observation"] = "action"
 
     def __init__(self, name: str | None = None, fn: Any = None, /, **data: Any) -> None:

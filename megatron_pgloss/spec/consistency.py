@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megatron_pgloss.errors import SpecError
-from megatron_pgloss.spec.base import nearest
 from megatron_pgloss.spec.corrections import Correction
 from megatron_pgloss.spec.reads import reads_computed
 from megatron_pgloss.spec.spec_fields import SpecFields
+from megatron_pgloss.spec.words import nearest
 
 
 def check(spec: SpecFields) -> None:

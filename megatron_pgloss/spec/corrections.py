@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec.kinds import one_of
-from megatron_pgloss.spec.numbers import Distance, Finite, Positive
+from megatron_pgloss.spec.numbers import Distance, Finite, Flag, Positive
 from megatron_pgloss.spec.rule import Rule
 
 __all__ = ["IcePop", "RatioMask", "Reject", "Staleness", "TruncatedIS", "Veto"]
@@ -97,29 +97,42 @@ class TruncatedIS(RatioCorrection):
     low: Distance = 0.0
     """Weights below are raised to it; 0 is off."""
     high: Positive = 2.0
-    normalize: bool = False
+    normalize: Flag | Literal["sequence"] = False
     """Divide by the mean weight of the global batch, over the trained tokens (level token) or over the units that have
-    one (other levels)."""
+    one (other levels). ``sequence`` (level token): by the mean weight of the sequence, over its action tokens as
+    sampled (self-normalised importance sampling): the weights of a sequence are 1 on average."""
 
     @property
     def weighs(self) -> bool:
         """Always."""
         return True
 
+    @model_validator(mode="after")
+    def _of_tokens(self) -> TruncatedIS:
+        if self.normalize == "sequence" and self.level != "token":
+            raise SpecError(
+                "TruncatedIS(normalize='sequence') divides the weights of tokens by their mean",
+                expected="level='token'",
+                got=f"level={self.level!r}",
+            )
+        return self
+
     @property
     def normalizes(self) -> bool:
-        """As ``normalize`` says."""
-        return self.normalize
+        """As ``normalize`` says, over the batch; within a sequence nothing is decided over the step."""
+        return self.normalize is True
 
     @property
     def statistic_unit(self) -> str | None:
-        """The unit of the ratio; None where it is the token's own."""
+        """The unit of the ratio, or of the mean that weights of tokens are divided by; None where there is neither."""
+        if self.normalize == "sequence":
+            return "sequence"
         return {"token": None, "geometric": "sequence", "turn_geometric": "turn"}.get(self.level, self.level)
 
     @property
     def joined_by(self) -> Literal["sum", "mean"]:
-        """How the log-ratios of the unit are put together."""
-        return "mean" if self.level in ("geometric", "turn_geometric") else "sum"
+        """How the log-ratios of the unit are put together, or its weights."""
+        return "mean" if self.normalize == "sequence" or self.level in ("geometric", "turn_geometric") else "sum"
 
     @property
     def reason(self) -> str:
@@ -131,7 +144,8 @@ class TruncatedIS(RatioCorrection):
         over = {"token": "{}", "sequence": "prod_seq {}", "turn": "prod_turn {}", "geometric": "geomean_seq {}"}
         r = over.get(self.level, "geomean_turn {}").format(self._r)
         weight = f"min({r}, {self.high:g})" if not self.low else f"clip({r}, {self.low:g}, {self.high:g})"
-        return f"times {weight}" + (", over its mean in the batch" if self.normalize else "")
+        over_mean = {True: ", over its mean in the batch", "sequence": ", over its mean in the sequence"}
+        return f"times {weight}{over_mean.get(self.normalize, '')}"
 
 
 class IcePop(RatioCorrection):
@@ -142,7 +156,7 @@ class IcePop(RatioCorrection):
     kind: Literal["icepop"] = "icepop"
     low: Positive = 0.5
     high: Positive = 5.0
-    weight: bool = True
+    weight: Flag = True
 
     @property
     def weighs(self) -> bool:
@@ -277,7 +291,7 @@ class Staleness(CorrectionKind):
     """
 
     kind: Literal["staleness"] = "staleness"
-    max_lag: Annotated[int, Field(ge=0)]
+    max_lag: Annotated[int, Field(strict=True, ge=0)]
     level: Literal["token", "sequence", "turn"] = "token"
     example: ClassVar[Mapping[str, Any]] = {"max_lag": 4}
 

@@ -12,6 +12,9 @@ from typing import Any, ClassVar, Literal
 
 from megatron_pgloss.errors import SpecError
 
+_STEEPEST = 16
+"""Exponent at which the power of any int64 count is still a float64: (2^63)^16 = 2^1008."""
+
 
 @dataclass(frozen=True)
 class Divisor:
@@ -65,7 +68,12 @@ class Power(Divisor):
     def read(cls, word: str) -> Power | None:
         """``sqrt``, or ``pow(a)``."""
         found = re.fullmatch(r"pow\(([^)]+)\)", word)
-        return cls(0.5) if word == "sqrt" else cls(_number(found[1])) if found else None
+        if found is None:
+            return cls(0.5) if word == "sqrt" else None
+        exponent = _number(found[1])
+        if abs(exponent) > _STEEPEST:
+            raise SpecError("an exponent is too steep", expected=f"between -{_STEEPEST} and {_STEEPEST}", got=word[:64])
+        return cls(exponent)
 
     def __str__(self) -> str:
         return "sqrt" if self.exponent == 0.5 else f"pow({_exact(self.exponent)})"
@@ -172,7 +180,7 @@ def _number(text: str) -> float:
         number = math.nan
     if not math.isfinite(number):
         *others, last = [form for kind in (*DIVISORS[-1:], *DIVISORS[:-1]) for form, _ in kind.forms]
-        raise SpecError(f"cannot read the divisor {text!r}", expected=f"{', '.join(others)} or {last}")
+        raise SpecError(f"cannot read the divisor {text[:64]!r}", expected=f"{', '.join(others)} or {last}")
     return number
 
 

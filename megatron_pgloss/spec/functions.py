@@ -1,22 +1,29 @@
 """A user's own function as part of a spec: held as a callable, written as ``"pkg.mod:name"``; and the statistics over
 units that it declares.
+
+A spec that is read from a file names functions, and reading never imports one: a name stands for what the caller says
+that it stands for, or is refused.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, field_validator
 
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec.base import Part
+from megatron_pgloss.spec.words import nearest
 
 __all__ = ["Statistic"]
 
-StreamName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$", max_length=32)]
+StreamName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$", max_length=32, strict=True)]
 """Key of ``TokenBatch``'s ``streams=``."""
+Functions = Mapping[str, Callable[[Any], Any]]
+"""Name in a file to the function that it stands for."""
+DEEPEST = 16
+"""Tables and lists inside one another that a spec may be read from; its own needs five."""
 
 
 class Statistic(Part):
@@ -42,18 +49,20 @@ class Function(Part):
     entropy computed. ``statistics`` are taken before ``fn`` runs, which it does once per micro-batch.
     """
 
-    fn: Callable[[Any], Any] | str
+    fn: Callable[[Any], Any]
     needs: tuple[StreamName, ...] = ()
     statistics: tuple[Statistic, ...] = ()
 
     def __init__(self, fn: Any = None, /, **data: Any) -> None:
         super().__init__(**({} if fn is None else {"fn": fn}), **data)
 
-    @field_validator("fn")
+    @field_validator("fn", mode="before")
     @classmethod
-    def _resolvable(cls, fn: Any) -> Any:
+    def _callable(cls, fn: Any) -> Any:
         if isinstance(fn, str):
-            resolve(fn)
+            raise _not_imported(fn)
+        if not callable(fn):
+            raise SpecError(f"{cls.__name__} takes a function", expected="fn(x) -> [T]", got=type(fn).__name__)
         return fn
 
     @field_serializer("fn")
@@ -62,8 +71,6 @@ class Function(Part):
 
     def to_import_path(self) -> str:
         """``"pkg.mod:name"`` of the function."""
-        if isinstance(self.fn, str):
-            return self.fn
         # An object that is called (a partial, a module) has no name of its own.
         name = getattr(self.fn, "__qualname__", f"<{type(self.fn).__qualname__}>")
         return f"{getattr(self.fn, '__module__', type(self.fn).__module__)}:{name}"
@@ -78,27 +85,41 @@ class Function(Part):
         """Whatever a user's function does, it may ask for a statistic over units."""
         return True
 
-    @property
-    def function(self) -> Callable[[Any], Any]:
-        """The callable itself."""
-        return resolve(self.fn) if isinstance(self.fn, str) else self.fn
 
-
-def resolve(path: str) -> Callable[[Any], Any]:
-    """Import ``"pkg.mod:name"``.
+def looked_up(data: Any, functions: Functions | None, depth: int = 0) -> Any:
+    """Plain data with every function's name replaced by what it stands for.
 
     Raises:
-        SpecError: the form is wrong, the module or the name does not exist, or it is not callable.
+        SpecError: a name that ``functions`` does not have, or tables nested deeper than a spec's are.
     """
-    module, _, name = path.partition(":")
-    if not (module and name):
-        raise SpecError("a function of your own must be written 'pkg.mod:name'", got=path)
-    try:
-        target: Any = importlib.import_module(module)
-        for step in name.split("."):
-            target = getattr(target, step)
-    except (ImportError, AttributeError) as error:
-        raise SpecError(f"cannot import the function {path!r}: {error}", fix="name a module-level function") from error
-    if not callable(target):
-        raise SpecError(f"{path!r} is not callable", got=type(target).__name__)
-    return target  # type: ignore[no-any-return]
+    if depth > DEEPEST:
+        raise SpecError("a spec is not nested so deeply", expected=f"at most {DEEPEST} tables and lists in one another")
+    if isinstance(data, Mapping):
+        return {
+            key: _function(value, functions)
+            if key == "fn" and isinstance(value, str)
+            else looked_up(value, functions, depth + 1)
+            for key, value in data.items()
+        }
+    return [looked_up(item, functions, depth + 1) for item in data] if isinstance(data, list | tuple) else data
+
+
+def _function(name: str, functions: Functions | None) -> Callable[[Any], Any]:
+    if functions is None:
+        raise _not_imported(name)
+    if name not in functions:
+        raise SpecError(
+            f"the spec names the function {name[:64]!r}, which is not among those that were given",
+            expected=", ".join(sorted(functions)) or "one at least",
+            fix=nearest(name, sorted(functions)),
+        )
+    return functions[name]
+
+
+def _not_imported(name: str) -> SpecError:
+    return SpecError(
+        f"the function {name[:64]!r} is given by its name, and nothing that a spec names is imported",
+        expected="the function itself",
+        fix="pass the function; for a file LossSpec.from_toml(path, functions={'pkg.mod:name': function}), on the "
+        "command line --functions MODULE",
+    )

@@ -8,6 +8,7 @@ differentiated through them. A token exactly on a bound passes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -17,7 +18,7 @@ from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec.functions import Function
 from megatron_pgloss.spec.kinds import one_of
 from megatron_pgloss.spec.letters import SHORT_UNIT, letter
-from megatron_pgloss.spec.numbers import Distance, Positive, Probability
+from megatron_pgloss.spec.numbers import Distance, Finite, Positive, Probability, Share, Whole
 from megatron_pgloss.spec.rule import Rule
 
 __all__ = ["CovarianceGate", "EntropyGate", "Gate", "KLGate", "RatioGate", "SecondMomentGate", "SequenceGate", "TVGate"]
@@ -161,7 +162,7 @@ class EntropyGate(GateKind):
     """
 
     kind: Literal["entropy_quantile"] = "entropy_quantile"
-    share: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    share: Annotated[float, Field(strict=True, gt=0, lt=1)] = 0.2
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -215,11 +216,11 @@ class CovarianceGate(GateKind):
 
     kind: Literal["covariance"] = "covariance"
     select: Literal["band", "top"] = "band"
-    share: Annotated[float, Field(gt=0, le=1)] = 2e-4
-    low: float = 1.0
-    high: float = 5.0
+    share: Share = 2e-4
+    low: Finite = 1.0
+    high: Finite = 5.0
     effect: Literal["drop", "keep"] = "drop"
-    seed: int = 0
+    seed: Whole = 0
     """Of the draw; the same seed selects the same tokens on every layout."""
 
     @property
@@ -250,11 +251,11 @@ class Gate(Function, GateKind):
     gate). Held fixed either way.
 
     Args (positional allowed):
-        fn: the function, or ``"pkg.mod:name"``.
+        fn: the function.
     """
 
     kind: Literal["custom"] = "custom"
-    example: ClassVar[Mapping[str, Any]] = {"fn": "torch:sigmoid"}
+    example: ClassVar[Mapping[str, Any]] = {"fn": math.exp}
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
+from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -12,15 +12,15 @@ from pydantic import ValidationInfo, field_validator, model_validator
 
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec import consistency, reads, toml
-from megatron_pgloss.spec.base import nearest
 from megatron_pgloss.spec.component import Component
 from megatron_pgloss.spec.corrections import Correction
 from megatron_pgloss.spec.equation import equation
 from megatron_pgloss.spec.families import FAMILIES
-from megatron_pgloss.spec.functions import Function
+from megatron_pgloss.spec.functions import Function, Functions, looked_up
 from megatron_pgloss.spec.kinds import Kind, kinds, name_of
 from megatron_pgloss.spec.reads import BASE
 from megatron_pgloss.spec.spec_fields import Old, SpecFields
+from megatron_pgloss.spec.words import nearest
 
 __all__ = ["BASE", "LossSpec", "Old"]
 
@@ -31,6 +31,19 @@ class LossSpec(SpecFields):
     Raises:
         SpecError: on any value that does not fit, with the nearest right name where a word is unknown.
     """
+
+    @field_validator("log_ratio_bound")
+    @classmethod
+    def _within_float32(cls, bound: float) -> float:
+        if bound > 80:
+            raise SpecError(
+                "LossSpec.log_ratio_bound is above 80: exp of it would leave float32, which ends at exp(88.7), with no "
+                "room for an advantage beside it",
+                expected="above 0, at most 80",
+                got=f"{bound:g}",
+                fix="20 (the default) holds ratios up to 4.9e8; a bound that never acts is 80",
+            )
+        return bound
 
     @field_validator("components")
     @classmethod
@@ -176,9 +189,16 @@ class LossSpec(SpecFields):
         return self.model_dump(mode="json")
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> LossSpec:
-        """Inverse of `to_dict`; unknown keys are refused with the nearest name."""
-        return cls(**data)
+    def from_dict(cls, data: Mapping[str, Any], *, functions: Functions | None = None) -> LossSpec:
+        """Inverse of `to_dict`; unknown keys are refused with the nearest name.
+
+        Args:
+            functions: what the names of the user's own functions stand for; nothing is imported.
+        """
+        if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
+            got = type(data).__name__ if not isinstance(data, Mapping) else "a key that is no text"
+            raise SpecError("a spec is made from a dict of its fields", expected="{'components': [...], ...}", got=got)
+        return cls(**looked_up(data, functions))
 
     def to_toml(self) -> str:
         """The spec as TOML text.
@@ -191,24 +211,25 @@ class LossSpec(SpecFields):
                 raise SpecError(
                     f"{owner} has a function without an importable name",
                     got=part.to_import_path(),
-                    fix="define it at module level and pass it, or 'pkg.mod:name'",
+                    fix="define it at module level and pass it",
                 )
         return toml.dumps(self.to_dict())
 
     @classmethod
-    def from_toml(cls, source: str | FilePath) -> LossSpec:
-        """Read a spec from a TOML file, or from TOML text (anything that holds a line break or ``=``)."""
-        text = str(source)
-        if not isinstance(source, str) or ("\n" not in text and "=" not in text):
-            path = FilePath(source)
-            if not path.is_file():
-                raise SpecError("no such spec file", got=text)
-            text = path.read_text(encoding="utf-8")
+    def from_toml(cls, source: str | FilePath, *, functions: Functions | None = None) -> LossSpec:
+        """Read a spec from a TOML file, or from TOML text (anything that holds a line break or ``=``).
+
+        Args:
+            functions: as in `from_dict`: ``{"my.loss:fn": fn}``.
+
+        Raises:
+            SpecError: no such file, not TOML, or as for a spec made by hand; it names the file.
+        """
+        data, place = toml.read(source)
         try:
-            data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise SpecError(f"not TOML: {error}") from error
-        return cls.from_dict(data)
+            return cls.from_dict(data, functions=functions)
+        except SpecError as error:
+            raise (error if place is None else error.located(place)) from error.__cause__
 
     @property
     def digest(self) -> int:

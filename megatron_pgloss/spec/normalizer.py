@@ -17,9 +17,9 @@ from typing import Literal
 
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec import divisors
-from megatron_pgloss.spec.base import nearest
 from megatron_pgloss.spec.divisors import Divisor
 from megatron_pgloss.spec.levels import UNITS
+from megatron_pgloss.spec.words import nearest
 
 ALIASES = {
     "token-mean": "mean(token)",
@@ -39,6 +39,7 @@ _REFUSED = {
     f"'{_NORM}/BUDGET' with BUDGET verl's loss_scale_factor (up to 0.7.0: 'verl<=0.7.0:{_NORM}/BUDGET')",
 }
 _VERL = re.compile(r"(?:verl(?:(<=|>=|==)\s*([\d.]+))?:)?\s*([\w-]+)(?:\s*/\s*([^>]+))?")
+_LONGEST = 512
 _LEVEL = re.compile(r"(mean|sum)\((\w+)\)(?:/(.+))?")
 
 
@@ -82,6 +83,9 @@ def parse(text: str) -> Path:
     Raises:
         SpecError: unknown word, levels not strictly descending, last level not token, divisor not positive.
     """
+    if not isinstance(text, str) or len(text) > _LONGEST:
+        got = f"{len(text)} characters" if isinstance(text, str) else type(text).__name__
+        raise SpecError("a normalizer is a short text", expected=f"at most {_LONGEST} characters", got=got)
     steps = tuple(_step(part.strip(), text) for part in _spelled_out(text.strip()).split(">"))
     order = [UNITS.index(step.unit) for step in steps]
     if order != sorted(set(order)):

@@ -6,10 +6,13 @@ from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
+from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec.component import Component, Name
-from megatron_pgloss.spec.kinds import Kind
+from megatron_pgloss.spec.kinds import Kind, kinds, name_of
 from megatron_pgloss.spec.ratios import SHORT, AnyRatio, RatioKind, canonical
 from megatron_pgloss.spec.surrogates import AnySurrogate, Clip
+from megatron_pgloss.spec.surrogates.surrogate import SurrogateKind
+from megatron_pgloss.spec.words import nearest
 
 __all__ = ["PolicyGradient"]
 
@@ -23,6 +26,20 @@ class PolicyGradient(Component):
     ratio: str | AnyRatio = "token"
     """A short name of `megatron_pgloss.spec.ratios`, a `Ratio`, or a `CustomRatio`. ``token``: pi/old per token.
     ``none``: exactly 1 with the gradient of log pi (on-policy)."""
+
+    @field_validator("surrogate", mode="before")
+    @classmethod
+    def _a_part(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            known = {name_of(kind): kind.__name__ for kind in kinds(SurrogateKind)}
+            close = nearest(given, list(known))
+            name = given if given in known else close and next(word for word in known if repr(word) in close)
+            raise SpecError(
+                f"PolicyGradient.surrogate is given by a name, {given[:64]!r}, and is a part with numbers of its own",
+                expected=", ".join(f"pg.{kind}(...)" for kind in known.values()),
+                fix=f"surrogate=pg.{known[name]}(...), or in TOML {{kind = {name!r}}}" if name else None,
+            )
+        return given
 
     @field_validator("ratio", mode="before")
     @classmethod

@@ -19,16 +19,17 @@ not. ``prefix_min`` is written from MinPRO's abstract; its equation was not at h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
 from megatron_pgloss.errors import SpecError
-from megatron_pgloss.spec.base import nearest
 from megatron_pgloss.spec.functions import Function
 from megatron_pgloss.spec.kinds import Kind, one_of
 from megatron_pgloss.spec.letters import SHORT_UNIT
+from megatron_pgloss.spec.words import nearest
 
 __all__ = ["CustomRatio", "Ratio"]
 
@@ -100,11 +101,11 @@ class CustomRatio(Function, RatioKind):
     """A ratio of the user's own: ``fn(x) -> [T]``, the logarithm of the ratio, bounded before exp.
 
     Args (positional allowed):
-        fn: the function, or ``"pkg.mod:name"``; reads ``x.log_ratio`` (the token's own) and unit statistics.
+        fn: the function; reads ``x.log_ratio`` (the token's own) and unit statistics.
     """
 
     kind: Literal["custom"] = "custom"
-    example: ClassVar[Mapping[str, Any]] = {"fn": "torch:sigmoid"}
+    example: ClassVar[Mapping[str, Any]] = {"fn": math.exp}
 
     @property
     def reads(self) -> tuple[str, ...]:

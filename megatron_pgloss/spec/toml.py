@@ -1,4 +1,4 @@
-"""Writing a spec as TOML: tables of strings, numbers, booleans, lists and one level of arrays of tables.
+"""A spec as TOML: tables of strings, numbers, booleans, lists and one level of arrays of tables.
 
 Reading is the standard library's `tomllib`; it has no writer, and a spec needs only this much of the format.
 """
@@ -7,7 +7,46 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
+from pathlib import Path
 from typing import Any
+
+from megatron_pgloss.errors import SpecError
+
+LONGEST = 2**20
+"""Bytes of a file that is read as a spec; a long one has some thousands."""
+
+
+def read(source: str | Path) -> tuple[dict[str, Any], str | None]:
+    """The data of a TOML file, or of TOML text (anything that holds a line break or ``=``), and the file's name.
+
+    Raises:
+        SpecError: no such file, too long, not text, or not TOML.
+    """
+    text, place = str(source), None
+    if not isinstance(source, str) or ("\n" not in text and "=" not in text):
+        text, place = _text(Path(source)), f"file {str(source)!r}"
+    elif len(text) > LONGEST:
+        raise SpecError("TOML text is too long for a spec", expected=f"at most {LONGEST} characters", got=len(text))
+    try:
+        return tomllib.loads(text), place
+    except (ValueError, RecursionError) as error:
+        # A ValueError that is none of TOML's own: a number of thousands of digits.
+        said = "its tables are nested too deeply" if isinstance(error, RecursionError) else error
+        raise SpecError(f"not TOML: {said}", where=place) from error
+
+
+def _text(path: Path) -> str:
+    if not path.is_file():
+        raise SpecError("no such spec file", got=str(path))
+    with path.open("rb") as file:
+        found = file.read(LONGEST + 1)
+    if len(found) > LONGEST:
+        raise SpecError("the file is too long for a spec", expected=f"at most {LONGEST} bytes", where=str(path))
+    try:
+        return found.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SpecError(f"not TOML: {error}", expected="text in UTF-8", where=str(path)) from error
 
 
 def dumps(data: dict[str, Any]) -> str:

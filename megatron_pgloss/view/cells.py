@@ -46,6 +46,16 @@ class TokenRow:
     """Facts about the row, shown in its heading in this order: reward, termination, ..."""
     tokens: tuple[TokenCell, ...]
 
+    @property
+    def trained(self) -> int:
+        """Tokens that a component trains."""
+        return sum(bool(cell.members) for cell in self.tokens)
+
+    @property
+    def live(self) -> bool:
+        """Whether a trained token has an advantage other than 0, or none; of the others no policy gradient comes."""
+        return any(cell.members and cell.advantage != 0 for cell in self.tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Total:
@@ -119,6 +129,18 @@ def by_prompt(rows: Sequence[TokenRow]) -> dict[str, dict[str, list[TokenRow]]]:
     for row in rows:
         groups.setdefault(str(row.prompt), {}).setdefault(str(row.episode), []).append(row)
     return groups
+
+
+def told(row: TokenRow) -> str:
+    """How many tokens of a row are trained, and whether any advantage moves them."""
+    text = f"{row.trained} of {len(row.tokens)} tokens trained"
+    return text if row.live or not row.trained else f"{text}, A = 0 on all of them"
+
+
+def live_first(rows: Sequence[TokenRow]) -> list[TokenRow]:
+    """The rows, those of prompts with a live row first, and of these the live ones; else as they are."""
+    prompts = {str(row.prompt) for row in rows if row.live}
+    return sorted(rows, key=lambda row: (str(row.prompt) not in prompts, not row.live))
 
 
 def segments(row: TokenRow) -> Iterator[tuple[str, str, list[tuple[int, TokenCell]]]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_pgloss.errors import DataError
+from megatron_pgloss.view.file import write
 from megatron_pgloss.view.optional import require
 from megatron_pgloss.view.palette import CURVES
 
@@ -78,11 +80,10 @@ def learning_curve(
         axes.set_ylim(*y_range)
     axes.margins(x=0.01)
     _label_ends(axes, canvas, labels)
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
     # Without the library's version in it, equal data gives equal bytes under one installation.
-    canvas.print_png(target, metadata={"Software": None})
-    return target
+    picture = io.BytesIO()
+    canvas.print_png(picture, metadata={"Software": None})
+    return write(path, picture.getvalue())
 
 
 def _checked(name: str, curve: Curve) -> Curve:

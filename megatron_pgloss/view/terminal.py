@@ -16,6 +16,7 @@ from megatron_pgloss.view.cells import (
     segments,
     signed,
     summarize,
+    told,
 )
 from megatron_pgloss.view.optional import require
 from megatron_pgloss.view.palette import MINUS, PLUS, role_colours
@@ -109,9 +110,8 @@ def _print_legend(screen: Any, summary: Summary, colours: Mapping[str, str], exp
 
 
 def _print_row(screen: Any, episode: str, row: TokenRow, summary: Summary, colours: Mapping[str, str]) -> None:
-    trained = sum(bool(cell.members) for cell in row.tokens)
     facts = [(f"  {name} {value}", "") for name, value in row.header.items()]
-    tail = (f"  {row.sample}, {trained} of {len(row.tokens)} tokens trained", "dim")
+    tail = (f"  {row.sample}, {told(row)}", "dim")
     screen.print()
     screen.print(_text(("  episode ", "dim"), (str(episode), "bold"), *facts, tail))
     for line in _wrapped(list(_columns(row, summary, colours)), screen.width - 2):

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import SpecError, UnsupportedError
+from megatron_pgloss.logprobs.rows.cache import cache_problem
 from megatron_pgloss.logprobs.rows.compiler import cpp_compiler_problem
 from megatron_pgloss.logprobs.rows.per_row import RowFactors, RowMarks, RowSums
 
@@ -100,7 +101,9 @@ def _problem(name: str, device: str) -> str | None:
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         return None if device == "cuda" or interpreted else f"Triton has no compiler for device {device!r}"
     if name == "compiled":
-        return cpp_compiler_problem() if device == "cpu" else "its loops are compiled for a CPU only"
+        if device != "cpu":
+            return "its loops are compiled for a CPU only"
+        return cpp_compiler_problem() or cache_problem()
     return None
 
 

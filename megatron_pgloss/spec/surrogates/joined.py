@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec.functions import StreamName
 from megatron_pgloss.spec.letters import SHORT_UNIT, interval
-from megatron_pgloss.spec.numbers import AboveOne, BelowOne, Bound, Positive
+from megatron_pgloss.spec.numbers import AboveOne, BelowOne, Bound, Flag, Positive
 from megatron_pgloss.spec.ratios import Ratio
 from megatron_pgloss.spec.surrogates.moving import clipped
 from megatron_pgloss.spec.surrogates.surrogate import Home, SurrogateKind
@@ -63,7 +63,7 @@ class FIPO(SurrogateKind):
     """Cap of the ratio where A < 0, and of what enters the sum."""
     half_life: Positive = 32.0
     reach: Positive = 0.2
-    both: bool = False
+    both: Flag = False
     """Let f fall to 1 - reach too."""
     safe_ratio: AboveOne | None = None
     """Where A < 0 and r is above it, f is clipped to [0.8, 1] besides."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -76,14 +77,14 @@ class Surrogate(Function, SurrogateKind):
     """A surrogate of the user's own: ``fn(x) -> [T]``, the term to be minimised.
 
     Args (positional allowed):
-        fn: the function, or ``"pkg.mod:name"`` (the form that TOML can hold). ``x.ratio`` and ``x.log_ratio`` are those
+        fn: the function. ``x.ratio`` and ``x.log_ratio`` are those
             of the component's ratio axis.
 
     ``needs`` as in `Term`; advantages and the base of the ratio are taken to be read.
     """
 
     kind: Literal["custom"] = "custom"
-    example: ClassVar[Mapping[str, Any]] = {"fn": "torch:sigmoid"}
+    example: ClassVar[Mapping[str, Any]] = {"fn": math.exp}
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -24,8 +24,8 @@ from megatron_pgloss.verify.faults.fault import Fault, find, injected
 from megatron_pgloss.verify.faults.plan_faults import PLAN_FAULTS
 from megatron_pgloss.verify.faults.rank_faults import RANK_FAULTS
 from megatron_pgloss.verify.faults.seen import Cell, SelfTest
-from megatron_pgloss.verify.run.command import hush
 from megatron_pgloss.verify.run.launch import Launch
+from megatron_pgloss.verify.run.quiet import hush
 from megatron_pgloss.view.optional import require
 
 FAULTS: tuple[Fault, ...] = PLAN_FAULTS + RANK_FAULTS

@@ -102,8 +102,13 @@ def _weight(rule: Rule, scene: Scene) -> Tensor:
         log_T = statistic_of(log_T, vote_T, *LEVELS[level], scene)
     low, high = float(setting(rule, "low", 0.0)), float(setting(rule, "high", 2.0))
     weight_T = scene.bounded(log_T).exp().clamp(low, high)
-    if not setting(rule, "normalize", False):
+    over = setting(rule, "normalize", False)
+    if not over:
         return weight_T
+    if over == "sequence":
+        mean_T = statistic_of(weight_T, vote_T, "sequence", "mean", scene)
+        # A sequence without a voter has no mean, and its weight is 1.
+        return torch.where(mean_T > 0, weight_T / torch.where(mean_T > 0, mean_T, one_T), one_T)
     if level == "token":
         chosen = scene.index_M.tolist()
     else:  # each unit once, by the first of its tokens that is trained

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import logging
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch
 from megatron_pgloss.errors import LayoutError, SpecError, UnsupportedError
 from megatron_pgloss.planning import Split
 from megatron_pgloss.spec import LossSpec
+from megatron_pgloss.spec.functions import Functions
 from megatron_pgloss.verify.layouts.scenario import EXPERTS, Scenario
 from megatron_pgloss.verify.layouts.table import every_layout
 from megatron_pgloss.verify.run.findings import as_json, lines, show, versions
@@ -57,7 +56,7 @@ def command(args: argparse.Namespace) -> int:
     """
     console = require("rich.console", "verify").Console(width=None if sys.stdout.isatty() else 220)
     name = args.precision or ("float32" if args.device == "cuda" else "float64")
-    judge = Judge(chosen_specs(args.spec, half=PRECISIONS[name].half), PRECISIONS[name])
+    judge = Judge(chosen_specs(args.spec, half=PRECISIONS[name].half, functions=args.offered), PRECISIONS[name])
     launch = Launch(args.device, datetime.timedelta(seconds=args.timeout))
     wanted = chosen_layouts(args, launch.size, name)
     layouts = [layout for layout in wanted if (layout.world or 1) <= launch.size]
@@ -68,7 +67,6 @@ def command(args: argparse.Namespace) -> int:
             "no layout fits the launched processes", expected=f"at least {min(one.world or 1 for one in wanted)}",
             got=launch.size, fix="torchrun --nproc-per-node N -m megatron_pgloss verify ...",
         )  # fmt: skip
-    hush()
     started = time.monotonic()
     outcomes: list[Outcome] = []
     with _Progress(len(layouts), launch.rank) as report, launch.last_words() as ended:
@@ -122,11 +120,14 @@ def tour(
                     report(layout, found)
 
 
-def chosen_specs(names: Sequence[str], *, half: bool = False) -> dict[str, LossSpec]:
+def chosen_specs(
+    names: Sequence[str], *, half: bool = False, functions: Functions | None = None
+) -> dict[str, LossSpec]:
     """The specs of ``--spec``: built-in names, or TOML files; all built-in ones where none is named.
 
     Args:
         names: the arguments of ``--spec``.
+        functions: the functions that a file may name.
         half: widen the clips of built-in specs, for half precision (`megatron_pgloss.verify.run.specs.without_edges`).
     """
     found: dict[str, LossSpec] = {}
@@ -134,7 +135,7 @@ def chosen_specs(names: Sequence[str], *, half: bool = False) -> dict[str, LossS
         if name in SPECS:
             found[name] = without_edges(SPECS[name]()) if half else SPECS[name]()
         elif name.endswith(".toml"):
-            found[name] = LossSpec.from_toml(name)
+            found[name] = LossSpec.from_toml(name, functions=functions)
         else:
             raise SpecError(f"no built-in spec {name!r}", expected=f"{', '.join(SPECS)}, or a .toml file")
     return found
@@ -178,13 +179,6 @@ def own_layout(given: dict[str, Any], processes: int) -> Scenario:
     if max(layout.cp, layout.ep) % min(layout.cp, layout.ep):
         raise LayoutError("cp and ep do not divide each other", got=f"cp {layout.cp}, ep {layout.ep}")
     return Scenario(world=max(1, processes // unit) * unit, **fields)
-
-
-def hush() -> None:
-    """Silence warnings and notices of libraries: printed once for each rank and model, they would bury the table."""
-    warnings.simplefilter("ignore")
-    for name in ("megatron.core", "torch.utils.cpp_extension"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 class _Progress:

@@ -104,7 +104,7 @@ def plain(spec: LossSpec) -> dict[str, Any]:
     components: Sequence[Any] = spec.components
     for part, given in zip(data["components"], components, strict=True):
         if part["kind"] == "term":
-            part["fn"] = given.function
+            part["fn"] = given.fn
     return data
 
 
