@@ -110,11 +110,8 @@ class TruncatedIS(RatioCorrection):
     @model_validator(mode="after")
     def _of_tokens(self) -> TruncatedIS:
         if self.normalize == "sequence" and self.level != "token":
-            raise SpecError(
-                "TruncatedIS(normalize='sequence') divides the weights of tokens by their mean",
-                expected="level='token'",
-                got=f"level={self.level!r}",
-            )
+            what = "TruncatedIS(normalize='sequence') divides the weights of tokens by their mean"
+            raise SpecError(what, expected="level='token'", got=f"level={self.level!r}")
         return self
 
     @property
@@ -141,8 +138,8 @@ class TruncatedIS(RatioCorrection):
 
     def formula(self, base: str = "old") -> str:
         """In one line."""
-        over = {"token": "{}", "sequence": "prod_seq {}", "turn": "prod_turn {}", "geometric": "geomean_seq {}"}
-        r = over.get(self.level, "geomean_turn {}").format(self._r)
+        over = {"token": "", "sequence": "prod_seq ", "turn": "prod_turn ", "geometric": "geomean_seq "}
+        r = over.get(self.level, "geomean_turn ") + self._r
         weight = f"min({r}, {self.high:g})" if not self.low else f"clip({r}, {self.low:g}, {self.high:g})"
         over_mean = {True: ", over its mean in the batch", "sequence": ", over its mean in the sequence"}
         return f"times {weight}{over_mean.get(self.normalize, '')}"
