@@ -149,6 +149,14 @@ def test_corrections_over_a_unit_alike(rule: Any) -> None:
     pg.plan([batch], spec_of(pg.PolicyGradient(), corrections=by_token), split=ONE)
 
 
+def test_gmpo_reads_the_sign_of_every_advantage() -> None:
+    gmpo = pg.PolicyGradient(surrogate=pg.spec.GMPO())
+    batch = pictured("cAA", "cA", old_logprobs=-1.0, advantages=hole(NAN), **MASKED)
+    words = ("a statistic of component 'rl' reads", "row 0, token 2, stream 'advantages'")
+    refused(pg.DataError, lambda: pg.plan([batch], spec_of(gmpo), split=ONE), *words)
+    pg.plan([batch], spec_of(GSPO), split=ONE)  # its statistic is of ratios alone
+
+
 def test_a_gate_over_a_sequence_alike() -> None:
     gate = pg.SequenceGate(threshold=0.1)
     batch = pictured("cAA", "cA", old_logprobs=-1.0, rollout_logprobs=hole(NAN), **MASKED)
@@ -297,12 +305,15 @@ def test_a_deal_that_cannot_be_is_refused_at_the_call(given: dict[str, Any], wor
 
 
 def test_a_deal_of_rows_without_ids_is_the_same_every_time() -> None:
-    def lengths() -> list[list[int]]:
-        batches = [pictured("cA", "cAA", "cAAA"), pictured("cAAAA", "cAAAAA")]
+    held = [
+        [pictured("cA", "cAA", "cAAA"), pictured("cAAAA", "cAAAAA")] for _ in range(6)
+    ]  # at once, so no id is reused
+    deals = []
+    for batches in held:
         steps = pg.minibatches(batches, 2, by="sequence", seed=4)
-        return [[int(n) for batch in mini for n in batch.lengths_S] for mini in steps]
-
-    assert lengths() == lengths() and sorted(n for step in lengths() for n in step) == [2, 3, 4, 5, 6]
+        deals.append([[int(n) for batch in mini for n in batch.lengths_S] for mini in steps])
+    assert all(deal == deals[0] for deal in deals)
+    assert sorted(n for step in deals[0] for n in step) == [2, 3, 4, 5, 6]
 
 
 # ---- errors of any type (C1) ----------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def _read_by_statistics(batch: TokenBatch, spec: LossSpec, tokens: ComponentSet)
         looked_T = batch.action_T & held_U[unit_T + 1]
         gone_T = kept_sets.leaving(batch, spec, part)
         looked_T = looked_T if gone_T is None else looked_T & ~gone_T
-        for name in spec.log_probs_of(piece):
+        for name in spec.statistic_streams(piece):
             found[name] = found.get(name, torch.zeros_like(looked_T)) | looked_T
     return found
 

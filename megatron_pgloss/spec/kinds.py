@@ -45,6 +45,11 @@ class Kind(Part):
         return None
 
     @property
+    def statistic_reads(self) -> tuple[str, ...]:
+        """Of what it `reads`, what its statistic takes from every token of the unit: the log-probs."""
+        return tuple(name for name in self.reads if name in ("ratio", "old", "rollout", "ref"))
+
+    @property
     def asks_units(self) -> bool:
         """Whether it may ask for a statistic over units; of a user's own function nothing else is known."""
         return self.statistic_unit is not None

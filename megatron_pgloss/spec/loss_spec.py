@@ -125,9 +125,9 @@ class LossSpec(SpecFields):
         """The batch's streams that ``component`` and the gates on it read at its members."""
         return reads.streams_of(self, component)
 
-    def log_probs_of(self, part: Kind) -> tuple[str, ...]:
-        """The batch's streams of log-probs that ``part`` reads."""
-        return reads.log_probs_of(self, part)
+    def statistic_streams(self, part: Kind) -> tuple[str, ...]:
+        """The batch's streams that the statistic of ``part`` reads at every token of a unit."""
+        return reads.statistic_streams(self, part)
 
     def reads_turns(self, component: Component) -> bool:
         """Whether a ratio, surrogate or gate of ``component`` is a statistic of turns."""

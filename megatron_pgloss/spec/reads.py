@@ -56,12 +56,14 @@ def _streams(spec: SpecFields, part: Kind) -> tuple[str, ...]:
     return tuple(name for name in names if name is not None)
 
 
-def log_probs_of(spec: SpecFields, part: Kind) -> tuple[str, ...]:
-    """The batch's streams of log-probs that ``part`` reads; of a ratio to ``old``, what ``old`` is made from."""
+def statistic_streams(spec: SpecFields, part: Kind) -> tuple[str, ...]:
+    """The batch's streams that the statistic of ``part`` reads at every token of a unit; of a ratio to ``old``, what
+    ``old`` is made from.
+    """
     ratio = ("old",) if isinstance(part, RatioKind) else ()
-    names = (*ratio, *("old" if name == "ratio" else name for name in part.reads))
+    names = (*ratio, *("old" if name == "ratio" else name for name in part.statistic_reads))
     sources = (BASE[spec.old] if name == "old" else name for name in names)
-    return tuple(name for name in dict.fromkeys(sources) if name in ("old", "rollout", "ref"))
+    return tuple(name for name in dict.fromkeys(sources) if name is not None)
 
 
 def reads_computed(spec: SpecFields, what: str) -> bool:

@@ -34,6 +34,11 @@ class GMPO(SurrogateKind):
         """The unit of its mean."""
         return self.unit
 
+    @property
+    def statistic_reads(self) -> tuple[str, ...]:
+        """The ratios, and the sign of every token's advantage."""
+        return ("ratio", "advantages")
+
     def formula(self, base: str = "old") -> str:
         """In one line."""
         return f"-A exp(mean_{SHORT_UNIT[self.unit]} m)"
