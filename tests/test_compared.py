@@ -304,7 +304,9 @@ def test_unscored_tokens_are_refused_or_have_ratio_1() -> None:
     assert pg.mismatch(given).unscored == 1 and pg.mismatch(batch).unscored == 0
 
     def weights(spec: pg.LossSpec) -> list[float]:
-        return [3 * w for w in pg.plan([batch], spec, split=pg.Split(sequences=1)).components["rl"].weight_T.tolist()[:3]]
+        return [
+            3 * w for w in pg.plan([batch], spec, split=pg.Split(sequences=1)).components["rl"].weight_T.tolist()[:3]
+        ]
 
     assert weights(token) == pytest.approx([math.exp(0.5), 1.0, math.exp(-0.25)], rel=1e-6)
     whole = pg.presets.ppo(corrections=[pg.TruncatedIS(high=10.0, level="sequence")])

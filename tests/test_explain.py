@@ -18,7 +18,7 @@ from megatron_pgloss.spec import division, latex, letters, parse
 from megatron_pgloss.spec.components import AnyComponent
 from megatron_pgloss.spec.corrections import Correction
 from megatron_pgloss.spec.gates import AnyGate
-from megatron_pgloss.spec.loss_spec import Mask
+from megatron_pgloss.spec.masks import Mask
 from megatron_pgloss.spec.ratios import SHORT
 from megatron_pgloss.spec.surrogates import AnySurrogate
 

@@ -250,7 +250,7 @@ def test_a_rejected_token_has_no_weight_and_is_counted_wherever_it_is_rejected(o
 
 
 def test_sequences_count_once_each_in_their_chi_square() -> None:
-    """Rows of ratios (2, 2) and (1, 1, 1): 15 and 0, whatever the split and the masks."""
+    """Rows of ratios (2, 2), of which the mask leaves one, and (1, 1, 1): 3 and 0, whatever the split."""
     rows = ("cAA", "cAAA")
     mu = [0.0, *[-2.0 - math.log(2)] * 2, 0.0, -2.0, -2.0, -2.0]
     given = {"old_logprobs": -2.0, "rollout_logprobs": mu, "masks": {"late": [True, False, *[True] * 5]}}
@@ -259,7 +259,7 @@ def test_sequences_count_once_each_in_their_chi_square() -> None:
     )
     for split in (pg.Split(sequences=1), pg.Split(sequences=2), pg.Split(max_tokens=16)):
         found = solve(pictured(*rows, **given), spec, [-2.0, -2.0, NAN, -2.0, -2.0, -2.0, NAN], split=split).metrics
-        near([found["rl/is_chi2_sequence"], found["rl/is_chi2"]], [7.5, 3 / 4], 1e-13)
+        near([found["rl/is_chi2_sequence"], found["rl/is_chi2"]], [1.5, 3 / 4], 1e-13)
 
 
 def test_a_value_inside_its_clip_is_not_clipped() -> None:

@@ -146,7 +146,7 @@ def test_a_kind_has_arithmetic(family: str, kind: type[Kind]) -> None:
 @pytest.mark.parametrize("kind", kinds(FAMILIES["gates"]), ids=lambda kind: kind.__name__)
 def test_a_gate_has_a_metric(kind: type[Kind]) -> None:
     name = f"gate_{name_of(kind)}"
-    assert name in {row.suffix for row in METRICS}, f"{kind.__name__} has no row {name} in metrics/table.py"
+    assert name in {row.suffix for row in METRICS}, f"{kind.__name__} has no row {name} in metrics/metric_table.py"
 
 
 @each

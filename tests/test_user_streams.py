@@ -55,18 +55,23 @@ def test_what_is_masked_may_hold_anything() -> None:
     [("sequence", pg.Clip()), ("turn_token", pg.Clip()), ("prefix_min", pg.CISPO(high=4.0)), ("token", pg.GMPO())],
 )
 def test_a_masked_action_that_is_broken_has_no_vote_and_leaves_no_trace(ratio: str, surrogate: Any) -> None:
-    """Its advantage, old log-prob or log-prob is NaN or infinite: the unit's statistic runs over the others, and every
-    gradient is finite. With finite values it votes."""
+    """The model's log-prob of it is NaN or infinite: the unit's statistic runs over the others, and every gradient is
+    finite; an advantage that no statistic reads may be broken too. An old log-prob that one reads is refused."""
     part = pg.PolicyGradient(surrogate=surrogate, ratio=ratio, normalizer="mean(sequence) > mean(token)")
     spec = pg.LossSpec(components=[part], masks=[pg.UserMask(name="keep")])
     keep = {"keep": [True, True, False, True]}
     answers = []
     for wild in (NAN, float("inf"), -float("inf")):
-        for where in ("old", "logp"):
-            old = [9.0, -2.0, wild if where == "old" else -2.0, -2.0]
-            logp = [-2.1, wild if where == "logp" else -1.0, -1.95, NAN]
-            batch = pictured("cAAA", old_logprobs=old, advantages=[wild, -1.0, wild, 1.0], masks=keep)
-            answers.append(solve(batch, spec, logp))
+        advantage = [
+            1.0 if surrogate.token_ratio_only else wild,
+            -1.0,
+            1.0 if surrogate.token_ratio_only else wild,
+            1.0,
+        ]
+        batch = pictured("cAAA", old_logprobs=[9.0, -2.0, -2.0, -2.0], advantages=advantage, masks=keep)
+        answers.append(solve(batch, spec, [-2.1, wild, -1.95, NAN]))
+        broken = pictured("cAAA", old_logprobs=[9.0, -2.0, wild, -2.0], masks=keep)
+        refused(pg.DataError, lambda broken=broken: solve(broken, spec, [-2.1, -1.0, -1.95, NAN]), "stream 'old'")
     for answer in answers:
         assert answer.grad_T.isfinite().all() and answer.metrics["rl/fault"] == 0
         near(answer.loss, answers[0].loss)

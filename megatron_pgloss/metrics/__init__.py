@@ -6,7 +6,7 @@ value, what it is divided by, and what it should be on the first on-policy step;
 docs/metrics.md are made from it.
 """
 
+from megatron_pgloss.metrics.metric_table import METRICS, Kind, MetricRow, kind_of
 from megatron_pgloss.metrics.reduction import Metric, fold, merge_all, unpack
-from megatron_pgloss.metrics.table import METRICS, Kind, MetricRow, kind_of
 
 __all__ = ["METRICS", "Kind", "Metric", "MetricRow", "fold", "kind_of", "merge_all", "unpack"]

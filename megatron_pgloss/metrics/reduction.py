@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_pgloss.metrics.table import Kind, kind_of
+from megatron_pgloss.metrics.metric_table import Kind, kind_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron_pgloss.maths import k1, k2, k3, sloped
 from megatron_pgloss.maths.topk import topk_divergence
-from megatron_pgloss.objective.outcome import Outcome
 from megatron_pgloss.objective.streams import Streams
+from megatron_pgloss.objective.token_term import TokenTerm
 from megatron_pgloss.objective.users import checked
 from megatron_pgloss.spec import KL, Term, TopKDistill, Value
 
@@ -26,12 +26,12 @@ _ESTIMATES: dict[str, tuple[_Of, _Of, _Of]] = {
 directly: that of k3 would be a difference of two parts as large as exp(-d), of which d is left."""
 
 
-def kl(part: KL, x: Streams) -> Outcome:
+def kl(part: KL, x: Streams) -> TokenTerm:
     """The estimate of KL(pi || base) with the gradient that ``part`` names. Where the bound holds a ratio, it holds the
     whole term: no gradient is left to the other factor.
     """
     if part.estimator == "exact":
-        return Outcome(x.kl)
+        return TokenTerm(x.kl)
     d_N = (x.logp - getattr(x, part.to)).detach()
     value, slope, weighted = _ESTIMATES[part.estimator]
     value_N, held_N = value(x.bounded(d_N) if part.estimator == "k3" else d_N), torch.zeros_like(x.members)
@@ -45,45 +45,45 @@ def kl(part: KL, x: Streams) -> Outcome:
         log_N = (x.logp - getattr(x, part.base)).detach()
         ratio_N = x.bounded(log_N).exp()
         value_N, slope_N, held_N = ratio_N * value_N, ratio_N * weighted(d_N), held_N | x.beyond(log_N)
-    return Outcome(sloped(value_N, torch.where(held_N, 0, slope_N), x.logp), held_N=held_N & (slope_N != 0))
+    return TokenTerm(sloped(value_N, torch.where(held_N, 0, slope_N), x.logp), held_N=held_N & (slope_N != 0))
 
 
-def topk(part: TopKDistill, x: Streams) -> Outcome:
+def topk(part: TopKDistill, x: Streams) -> TokenTerm:
     """The divergence from the teacher on its ids."""
     there_Nk = x.wide(part.ids) >= 0
-    return Outcome(topk_divergence(x.chosen, x.wide(part.logprobs), there_Nk, part.direction, part.tail))
+    return TokenTerm(topk_divergence(x.chosen, x.wide(part.logprobs), there_Nk, part.direction, part.tail))
 
 
-def entropy(part: Any, x: Streams) -> Outcome:
+def entropy(part: Any, x: Streams) -> TokenTerm:
     """``-H(pi)``."""
-    return Outcome(-x.entropy)
+    return TokenTerm(-x.entropy)
 
 
-def cross_entropy(part: Any, x: Streams) -> Outcome:
+def cross_entropy(part: Any, x: Streams) -> TokenTerm:
     """``-log pi``."""
-    return Outcome(-x.logp)
+    return TokenTerm(-x.logp)
 
 
-def own(part: Term, x: Streams) -> Outcome:
+def own(part: Term, x: Streams) -> TokenTerm:
     """What the user's function gives."""
     x.ratio_was_read = False
     term_N = checked(x.call("term", part), x, f"term {part.name!r}")
-    return Outcome(term_N, held_N=x.beyond(x.log_ratio) if x.ratio_was_read else None)
+    return TokenTerm(term_N, held_N=x.beyond(x.log_ratio) if x.ratio_was_read else None)
 
 
-def value(part: Value, x: Streams) -> Outcome:
+def value(part: Value, x: Streams) -> TokenTerm:
     """Half the larger of the squared errors of V and of V clipped around the old value; and where the clip decided."""
     miss_N = x.value - x.stream("returns")
     if part.clip is None:
-        return Outcome(miss_N.square() / 2, decided_N=torch.zeros_like(miss_N, dtype=torch.bool))
+        return TokenTerm(miss_N.square() / 2, decided_N=torch.zeros_like(miss_N, dtype=torch.bool))
     old_N = x.stream("values")
     # Not old + clip(V - old): inside the clip that is V but for a rounding, which then decides.
     near_N = x.value.clamp(old_N - part.clip, old_N + part.clip) - x.stream("returns")
     decided_N = near_N.square() > miss_N.square()
-    return Outcome(torch.where(decided_N, near_N, miss_N).square() / 2, decided_N=decided_N)
+    return TokenTerm(torch.where(decided_N, near_N, miss_N).square() / 2, decided_N=decided_N)
 
 
-TERMS: dict[str, Callable[[Any, Streams], Outcome]] = {
+TERMS: dict[str, Callable[[Any, Streams], TokenTerm]] = {
     "kl": kl,
     "entropy": entropy,
     "cross_entropy": cross_entropy,

@@ -98,7 +98,7 @@ CHI2 = "chi2"
 def asked_chi2(part: Component, x: Streams, spec: LossSpec) -> Asked | None:
     """The statistic behind the metric of the sequence's ratio, of the last late correction that weighs."""
     weighing = [rule for _, rule in rules(part, spec) if rule.weighs]
-    return x.ask("sum", _log_ratio(weighing[-1], x)) if weighing else None
+    return x.ask("sum", _log_ratio(weighing[-1], x), over="members") if weighing else None
 
 
 def corrected(part: Component, x: Streams, spec: LossSpec) -> list[tuple[int, Correction, Verdict]]:

@@ -15,10 +15,10 @@ from megatron_pgloss.metrics import Metric
 from megatron_pgloss.objective.auxiliary import TERMS
 from megatron_pgloss.objective.late import Late, check_decided, late
 from megatron_pgloss.objective.links import settle
-from megatron_pgloss.objective.measure import Known, Measured, measure
-from megatron_pgloss.objective.outcome import Outcome
+from megatron_pgloss.objective.measure import Measured, StepFacts, measure
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.objective.surrogates import SURROGATES
+from megatron_pgloss.objective.token_term import TokenTerm
 from megatron_pgloss.planning import MicroBatch
 from megatron_pgloss.spec import Component, PolicyGradient
 
@@ -103,7 +103,7 @@ def _composed(inputs: dict[str, Tensor], micro: MicroBatch, keep_tokens: bool) -
     extra = {name: stream for name, stream in inputs.items() if name not in ("logp", "entropy")}
     streams = [Streams(micro, part, spec, logp_N, inputs.get("entropy"), **extra) for part in spec.components]
     settle(streams, micro, spec)
-    known = Known(spec, frozenset(micro.table), "entropy" in inputs)
+    known = StepFacts(spec, frozenset(micro.table), "entropy" in inputs)
     for x in streams:
         part = x.component
         check_decided(part, micro)
@@ -222,7 +222,9 @@ def _guard(stream_N: Tensor, x: Streams, good: Tensor, bad_N: Tensor) -> None:
     stream_N.register_hook(lambda grad: selected(~bad_N & (~elsewhere_N | finite(grad)), grad))
 
 
-def _report(part: Component, x: Streams, term_N: Tensor, made: Outcome, acting: Late, micro: MicroBatch) -> TokenReport:
+def _report(
+    part: Component, x: Streams, term_N: Tensor, made: TokenTerm, acting: Late, micro: MicroBatch
+) -> TokenReport:
     gate_N = torch.where(x.members, 0, -1).to(torch.int8)
     ratio = None
     codes: list[tuple[int, Tensor]] = []

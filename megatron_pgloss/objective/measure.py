@@ -13,16 +13,16 @@ from torch import Tensor
 from megatron_pgloss.maths import bounded, flags, k3, selected
 from megatron_pgloss.maths.topk import log_mass
 from megatron_pgloss.metrics import METRICS, Metric
-from megatron_pgloss.metrics.table import Kind, Over
+from megatron_pgloss.metrics.metric_table import Kind, Over
 from megatron_pgloss.objective.late import Late
-from megatron_pgloss.objective.outcome import Clipped, Outcome
 from megatron_pgloss.objective.streams import Streams
+from megatron_pgloss.objective.token_term import Clipped, TokenTerm
 from megatron_pgloss.planning import MicroBatch
 from megatron_pgloss.spec import Component, LossSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class StepFacts:
     """What every rank knows of the step before the loss runs."""
 
     spec: LossSpec
@@ -54,7 +54,7 @@ class Known:
 
 def names(part: Component, spec: LossSpec, streams: frozenset[str], entropy: bool) -> list[str]:
     """The metrics of ``part``, in order: a function of the spec and of what the step carries, equal on all ranks."""
-    known = Known(spec, streams, entropy)
+    known = StepFacts(spec, streams, entropy)
     return [f"{part.name}/{row.suffix}" for row in METRICS if row.when(part, known)]
 
 
@@ -62,7 +62,7 @@ class Measured:
     """What the rows of `METRICS` take their values from; each property is computed once."""
 
     def __init__(
-        self, x: Streams, worth: Tensor, bad_N: Tensor, outcome: Outcome, late: Late, micro: MicroBatch
+        self, x: Streams, worth: Tensor, bad_N: Tensor, outcome: TokenTerm, late: Late, micro: MicroBatch
     ) -> None:
         self.x, self.worth, self._bad_N = x, worth, bad_N
         self._outcome, self._late, self._micro = outcome, late, micro
@@ -231,7 +231,7 @@ def _there(mask_N: Tensor | None) -> Tensor:
     return mask_N
 
 
-def measure(part: Component, found: Measured, known: Known) -> dict[str, Metric]:
+def measure(part: Component, found: Measured, known: StepFacts) -> dict[str, Metric]:
     """All metrics that `names` lists."""
     out: dict[str, Metric] = {}
     with torch.no_grad():

@@ -1,6 +1,6 @@
 """Surrogates: streams of a component to its policy-gradient term. Everything is elementwise on `[N]`.
 
-One function per kind, ``(x, part) -> Outcome``, in the table `SURROGATES`; the formulas stand in
+One function per kind, ``(x, part) -> TokenTerm``, in the table `SURROGATES`; the formulas stand in
 `megatron_pgloss.spec.surrogates`. Branches are chosen before exp, so that a clipped token has gradient exactly 0 and an
 unbounded one never meets ``0 * inf``. A log-ratio is bounded where it is exponentiated (`Streams.ratio`,
 `Streams.bounded`), and nowhere else.
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_pgloss.maths import Asked, flags, selected, sloped
-from megatron_pgloss.objective.outcome import Clipped, Outcome
 from megatron_pgloss.objective.streams import Streams
+from megatron_pgloss.objective.token_term import Clipped, TokenTerm
 from megatron_pgloss.objective.users import checked
 from megatron_pgloss.spec import CISPO, DRO, FIPO, GMPO, REAL, SAPO, TOPR, VESPO, Clip, Surrogate
 from megatron_pgloss.spec.surrogates import AnySurrogate
@@ -26,17 +26,17 @@ KEY = "surrogate"
 """Under which the streams have the surrogate's own statistic."""
 
 
-def reinforce(x: Streams, part: Any) -> Outcome:
+def reinforce(x: Streams, part: Any) -> TokenTerm:
     """``-A log pi``."""
-    return Outcome(-x.advantage * x.logp)
+    return TokenTerm(-x.advantage * x.logp)
 
 
-def unclipped(x: Streams, part: Any) -> Outcome:
+def unclipped(x: Streams, part: Any) -> TokenTerm:
     """``-r A``."""
-    return Outcome(-x.advantage * x.ratio, held_N=_held(x, x.log_ratio))
+    return TokenTerm(-x.advantage * x.ratio, held_N=_held(x, x.log_ratio))
 
 
-def clip(x: Streams, part: Clip) -> Outcome:
+def clip(x: Streams, part: Clip) -> TokenTerm:
     """``-min(r A, clip(r, 1 - low, 1 + high) A)``, with a cap for A < 0 where ``dual`` or ``delta``."""
     low, high = x.number(part.low), x.number(part.high)
     cap: Any = part.dual if part.delta is None else part.delta
@@ -50,9 +50,9 @@ def _held(x: Streams, log_N: Tensor) -> Tensor:
     return x.beyond(log_N) & (x.advantage != 0)
 
 
-def _clipped(x: Streams, advantage_N: Tensor, low: Any, high: Any, cap: Any) -> Outcome:
+def _clipped(x: Streams, advantage_N: Tensor, low: Any, high: Any, cap: Any) -> TokenTerm:
     term_N, which = _clip(x.bounded(x.log_ratio), advantage_N, low, high, cap)
-    return Outcome(term_N, which, _held(x, x.log_ratio) & ~which.any_N)
+    return TokenTerm(term_N, which, _held(x, x.log_ratio) & ~which.any_N)
 
 
 def _clip(log_ratio_N: Tensor, advantage_N: Tensor, low: Any, high: Any, cap: Any) -> tuple[Tensor, Clipped]:
@@ -70,10 +70,10 @@ def _clip(log_ratio_N: Tensor, advantage_N: Tensor, low: Any, high: Any, cap: An
     return -advantage_N * factor_N, which
 
 
-def _weighed(x: Streams, weight_N: Tensor, low_N: Tensor, high_N: Tensor) -> Outcome:
+def _weighed(x: Streams, weight_N: Tensor, low_N: Tensor, high_N: Tensor) -> TokenTerm:
     """``-sg(w) A log pi``, and where the weight stood at a bound."""
     term_N = -weight_N.detach() * x.advantage * x.logp
-    return Outcome(term_N, Clipped(low_N, high_N, torch.zeros_like(low_N)))
+    return TokenTerm(term_N, Clipped(low_N, high_N, torch.zeros_like(low_N)))
 
 
 def _either(x: Streams, first_N: Tensor, one: float, other: float) -> Tensor:
@@ -81,7 +81,7 @@ def _either(x: Streams, first_N: Tensor, one: float, other: float) -> Tensor:
     return torch.where(first_N, x.logp.new_tensor(one), x.logp.new_tensor(other))
 
 
-def cispo(x: Streams, part: CISPO) -> Outcome:
+def cispo(x: Streams, part: CISPO) -> TokenTerm:
     """The ratio clipped and held fixed."""
     ratio_N = x.ratio.detach()
     relative = part.bound == "relative"
@@ -97,7 +97,7 @@ def cispo(x: Streams, part: CISPO) -> Outcome:
     return _weighed(x, weight_N, low_N, high_N)
 
 
-def topr(x: Streams, part: TOPR) -> Outcome:
+def topr(x: Streams, part: TOPR) -> TokenTerm:
     """The ratio clipped by bounds of each sign and held fixed."""
     ratio_N, up_N = x.ratio.detach(), x.advantage > 0
     low_N = torch.where(up_N, ratio_N < part.positive[0], ratio_N < part.negative[0])
@@ -106,16 +106,16 @@ def topr(x: Streams, part: TOPR) -> Outcome:
     return _weighed(x, weight_N, low_N, high_N)
 
 
-def vespo(x: Streams, part: VESPO) -> Outcome:
+def vespo(x: Streams, part: VESPO) -> TokenTerm:
     """``phi(r)`` held fixed; its logarithm is formed first."""
     log_N, up_N = x.bounded(x.log_ratio.detach()), x.advantage >= 0
     k_N = _either(x, up_N, part.k_positive, part.k_negative)
     lam_N = _either(x, up_N, part.lam_positive, part.lam_negative)
     weight_N = (k_N * log_N - lam_N * log_N.expm1()).exp()
-    return Outcome(-weight_N * x.advantage * x.logp)
+    return TokenTerm(-weight_N * x.advantage * x.logp)
 
 
-def sapo(x: Streams, part: SAPO) -> Outcome:
+def sapo(x: Streams, part: SAPO) -> TokenTerm:
     """``-(4/tau) sigmoid(tau (r - 1)) A``."""
     tau_N = _either(x, x.advantage > 0, part.tau_positive, part.tau_negative)
     log_N = x.bounded(x.log_ratio)
@@ -123,7 +123,7 @@ def sapo(x: Streams, part: SAPO) -> Outcome:
     inner_N = tau_N * log_N.detach().expm1()
     value_N = -x.advantage * torch.sigmoid(inner_N) * 4 / tau_N
     slope_N = -4 * x.advantage * torch.sigmoid(inner_N) * torch.sigmoid(-inner_N) * log_N.detach().exp()
-    return Outcome(sloped(value_N, slope_N, log_N), held_N=_held(x, x.log_ratio))
+    return TokenTerm(sloped(value_N, slope_N, log_N), held_N=_held(x, x.log_ratio))
 
 
 def _gmpo_clipped(x: Streams, part: GMPO) -> tuple[Tensor, Clipped]:
@@ -137,16 +137,16 @@ def _gmpo_clipped(x: Streams, part: GMPO) -> tuple[Tensor, Clipped]:
     return m_N, Clipped(low_N, high_N, torch.zeros_like(low_N))
 
 
-def gmpo(x: Streams, part: GMPO) -> Outcome:
+def gmpo(x: Streams, part: GMPO) -> TokenTerm:
     """``-A exp(mean of clipped d)`` over the unit."""
     mean_N, which = x.answer(KEY), _gmpo_clipped(x, part)[1]
-    return Outcome(-x.advantage * x.bounded(mean_N).exp(), which, _held(x, mean_N))
+    return TokenTerm(-x.advantage * x.bounded(mean_N).exp(), which, _held(x, mean_N))
 
 
-def dro(x: Streams, part: DRO) -> Outcome:
+def dro(x: Streams, part: DRO) -> TokenTerm:
     """``-A d + beta/2 d^2``."""
     d_N = x.log_ratio
-    return Outcome(-x.advantage * d_N + part.beta / 2 * d_N.square())
+    return TokenTerm(-x.advantage * d_N + part.beta / 2 * d_N.square())
 
 
 def _fipo_future(x: Streams, part: FIPO) -> Asked:
@@ -155,7 +155,7 @@ def _fipo_future(x: Streams, part: FIPO) -> Asked:
     return x.ask_discounted_sum(counted_N, 2 ** (-1 / part.half_life))
 
 
-def fipo(x: Streams, part: FIPO) -> Outcome:
+def fipo(x: Streams, part: FIPO) -> TokenTerm:
     """The clipped surrogate times the influence of what follows."""
     d_N, advantage_N, future_N = x.token_log_ratio.detach(), x.advantage, x.answer(KEY)
     least = 1 - part.reach if part.both else 1.0
@@ -164,10 +164,10 @@ def fipo(x: Streams, part: FIPO) -> Outcome:
         risky_N = (advantage_N < 0) & (d_N.exp() > part.safe_ratio)
         influence_N = torch.where(risky_N, influence_N.clamp(0.8, 1.0), influence_N)
     found = _clipped(x, advantage_N, x.number(part.low), x.number(part.high), part.delta)
-    return Outcome(influence_N * found.term_N, found.clipped, found.held_N)
+    return TokenTerm(influence_N * found.term_N, found.clipped, found.held_N)
 
 
-def real(x: Streams, part: REAL) -> Outcome:
+def real(x: Streams, part: REAL) -> TokenTerm:
     """``softplus(-sign(A) s / tau)``; 0 without a label. By group, what the statistics pass found of it.
 
     softplus(-z) is written as -logsigmoid(z): torch's softplus is linear beyond 20, which is off by e^-20.
@@ -175,28 +175,28 @@ def real(x: Streams, part: REAL) -> Outcome:
     if part.form == "group":
         value_N, slope_N = x.group_term
         s_N = x.bounded(x.log_ratio)
-        return Outcome(value_N + slope_N * (s_N - s_N.detach()), held_N=x.beyond(x.log_ratio) & (slope_N != 0))
+        return TokenTerm(value_N + slope_N * (s_N - s_N.detach()), held_N=x.beyond(x.log_ratio) & (slope_N != 0))
     label_N = x.advantage.sign()
     term_N = torch.where(label_N == 0, 0, -F.logsigmoid(label_N * x.bounded(x.log_ratio) / part.tau))
-    return Outcome(term_N, held_N=_held(x, x.log_ratio))
+    return TokenTerm(term_N, held_N=_held(x, x.log_ratio))
 
 
-def distill(x: Streams, part: Any) -> Outcome:
+def distill(x: Streams, part: Any) -> TokenTerm:
     """``-sg(log ref - log pi) r``."""
     above_N = x.ref - x.logp.detach()
-    return Outcome(-above_N * x.ratio, held_N=x.beyond(x.log_ratio) & (above_N != 0))
+    return TokenTerm(-above_N * x.ratio, held_N=x.beyond(x.log_ratio) & (above_N != 0))
 
 
-def nll(x: Streams, part: Any) -> Outcome:
+def nll(x: Streams, part: Any) -> TokenTerm:
     """``-log pi``."""
-    return Outcome(-x.logp)
+    return TokenTerm(-x.logp)
 
 
-def custom(x: Streams, part: Surrogate) -> Outcome:
+def custom(x: Streams, part: Surrogate) -> TokenTerm:
     """What the user's function gives."""
     x.ratio_was_read = False
     term_N = checked(x.call(KEY, part), x, f"surrogate {part.to_import_path()}")
-    return Outcome(term_N, held_N=x.beyond(x.log_ratio) if x.ratio_was_read else None)
+    return TokenTerm(term_N, held_N=x.beyond(x.log_ratio) if x.ratio_was_read else None)
 
 
 def asked(part: AnySurrogate, x: Streams) -> Asked | None:
@@ -209,7 +209,7 @@ ASKS: dict[str, Callable[[Streams, Any], Asked]] = {
     "fipo": _fipo_future,
 }
 """Kind of surrogate with a statistic of its own to what it asks for; the answer is under `KEY`."""
-SURROGATES: dict[str, Callable[[Streams, Any], Outcome]] = {
+SURROGATES: dict[str, Callable[[Streams, Any], TokenTerm]] = {
     "reinforce": reinforce,
     "unclipped": unclipped,
     "clip": clip,

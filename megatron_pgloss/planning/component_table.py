@@ -25,7 +25,7 @@ class Corrected:
     chi2: Tensor
     """float: ``r^2 - 1`` of the token's ratio to the sampler, 0 where no plan-time correction weighs."""
     chi2_sequence: Tensor
-    """float: the same of the product over the token's sequence."""
+    """float: the same of the product over such tokens of its sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

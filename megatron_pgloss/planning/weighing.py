@@ -48,7 +48,7 @@ def corrected(
     if not weighs:
         return found
     log_T, known_T = frozen.log_ratio(batch)
-    sequence_T = frozen.unit_sums(batch)["sequence"].total(log_T, batch.action_T & known_T)
+    sequence_T = frozen.unit_sums(batch)["sequence"].total(log_T, before_T & known_T)
     bound = spec.log_ratio_bound
     chi2_T, chi2_sequence_T = ((2 * x.clamp(-bound, bound)).expm1() for x in (log_T, sequence_T))
     return replace(found, chi2=chi2_T, chi2_sequence=chi2_sequence_T)

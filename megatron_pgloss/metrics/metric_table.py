@@ -229,7 +229,7 @@ METRICS: tuple[MetricRow, ...] = (
         _weighs, lambda m: m.chi2, over="before",
     ),
     _row(
-        "is_chi2_sequence", f"0 {_ALIKE}", "r^2 - 1 of the product over the sequence",
+        "is_chi2_sequence", f"0 {_ALIKE}", "r^2 - 1 of the product over the sequence's tokens",
         _weighs, lambda m: m.chi2_sequence, over="first",
     ),
     _row(

@@ -22,7 +22,7 @@ class Clipped:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TokenTerm:
     """A term before gates and weights, and what decided it."""
 
     term_N: Tensor
