@@ -39,6 +39,8 @@ EACH = range(5)
 PLACES = (0, 1, 4, 5, 6)
 """Positions of the five tokens; 2 and 8 predict the answers, 7 the masked token."""
 ROWS = ("cAAo", "cAAAAo")
+UNMASKED = ("cAAo", "cAAAco")
+"""Where a statistic runs over a unit: it would read the masked token, and what is not finite there is refused."""
 KEEP = pg.UserMask(name="keep", on=None)
 SEQUENCE = [1 / 4] * 2 + [1 / 6] * 3
 """Weights under the mean over sequences of token means."""
@@ -52,7 +54,7 @@ def per_token(values: Sequence[float], fill: float = NAN) -> list[float]:
     return placed
 
 
-def batch(**more: Any) -> pg.TokenBatch:
+def batch(rows: Sequence[str] = ROWS, **more: Any) -> pg.TokenBatch:
     """The step as a user hands it over."""
     given: dict[str, Any] = {
         "advantages": per_token(A),
@@ -62,7 +64,7 @@ def batch(**more: Any) -> pg.TokenBatch:
         "masks": {"keep": [place != 8 for place in range(10)]},
         "sample_ids": ["first", "second"],
     }
-    return pictured(*ROWS, **(given | more))
+    return pictured(*rows, **(given | more))
 
 
 def aligned(values: Sequence[float], answers: tuple[float, float] = (NAN, NAN)) -> list[float]:
@@ -104,7 +106,9 @@ def check(
         answers: slopes at the two observations.
         more: further streams of the batch.
     """
-    answer = solve(batch(**more), spec, aligned(X, (-0.4, -0.6)), aligned(H, (0.5, 0.7)))
+    parts = [*spec.gates, *(item for part in spec.components for item in part.parts)]
+    rows = UNMASKED if any(part.statistic_unit for part in parts) else ROWS
+    answer = solve(batch(rows, **more), spec, aligned(X, (-0.4, -0.6)), aligned(H, (0.5, 0.7)))
     assert abs(answer.loss - value) < 1e-12
     expected = torch.tensor(aligned(slopes, answers), dtype=torch.float64).nan_to_num(0.0)
     torch.testing.assert_close(answer.grad_T, expected, rtol=1e-12, atol=1e-14)

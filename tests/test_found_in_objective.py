@@ -14,7 +14,7 @@ import torch
 from steps import NAN, Answer, near, pictured, solve
 
 import megatron_pgloss as pg
-from megatron_pgloss.megatron.finish import results
+from megatron_pgloss.finishing import results
 from megatron_pgloss.metrics import merge_all
 from megatron_pgloss.verify.oracle import oracle_loss
 

@@ -275,8 +275,8 @@ def test_a_rollout_without_an_action_is_nothing_to_compare_with() -> None:
 # ---- weights that no float holds (C10) ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["sum(token)/1e-320", "sum(token)/1e-39", "sum(token)/1e39", "sum(token)/pow(1e6)",
-                                  "sum(sequence)/1e-30 > sum(token)/1e-30", "sum(token)/pow(-400)"])  # fmt: skip
+@pytest.mark.parametrize("path", ["sum(token)/1e-320", "sum(token)/1e-39", "sum(token)/1e39",
+                                  "sum(sequence)/1e-30 > sum(token)/1e-30"])  # fmt: skip
 def test_a_divisor_whose_weights_no_float_holds_is_refused(path: str) -> None:
     spec = pg.presets.reinforce(normalizer=path)
     batch = pictured("cAAAA", "cA")

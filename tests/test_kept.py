@@ -252,7 +252,7 @@ def test_keys_order_floats_and_come_back(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        ({"kept": Kept(ids=torch.zeros(T, 2, dtype=torch.int64), top_k=3)}, "recorded and recomputed at once"),
+        ({"kept": Kept(ids=torch.zeros(T, 2, dtype=torch.int64), top_k=3)}, "both as recorded ids and as rules"),
         ({"kept": Kept(ids=torch.zeros(2, dtype=torch.int64))}, "recorded ids do not fit"),
         ({"kept": Kept(top_k=0.5)}, "top_k does not fit"),
         ({"kept": Kept(top_p=1)}, "top_p does not fit"),

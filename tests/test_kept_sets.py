@@ -11,7 +11,7 @@ from torch import Tensor
 
 import megatron_pgloss as pg
 from megatron_pgloss.megatron.conditions import Setup
-from megatron_pgloss.megatron.finish import nonfinite
+from megatron_pgloss.megatron.finish import Collected, nonfinite
 from megatron_pgloss.megatron.modes import refuse
 from megatron_pgloss.metrics import Metric, merge_all
 
@@ -138,7 +138,9 @@ def test_dropped_from_a_recomputed_set_it_leaves_the_numerator_alone() -> None:
 
 
 def test_the_fault_says_that_a_token_may_lie_outside() -> None:
-    error = nonfinite({"rl/fault": Metric.sum(torch.ones(()))}, "rank 0")
+    found = Collected(metrics={"rl/fault": Metric.sum(torch.ones(()))}, place="rank 0", updated=True)
+    plan = pg.plan([batch(top_k=3)], spec("refuse", "recomputed"), split=pg.Split(sequences=1))
+    error = nonfinite(found, plan, gradients=True)
     assert error is not None and "outside of its set" in str(error)
 
 

@@ -83,9 +83,10 @@ def test_a_selected_value_that_is_not_finite_is_refused(value: float) -> None:
     answer = solve(pictured("ccAA", advantages=2.0), pg.presets.reinforce(), [NAN, value, -0.7, NAN])
     assert answer.metrics["rl/fault"] == 1.0 and answer.metrics["rl/fault_at"] == 1.0
     assert answer.grad_T.tolist() == [0.0, 0.0, -1.0, 0.0]
-    from megatron_pgloss.megatron.finish import nonfinite
+    from megatron_pgloss.megatron.finish import Collected, nonfinite
 
-    error = nonfinite(answer.outs[0].metrics, "rank 0")
+    found = Collected(metrics=answer.outs[0].metrics, place="rank 0", updated=True)
+    error = nonfinite(found, answer.plan, gradients=True)
     assert isinstance(error, pg.NonFiniteError) and "1 such tokens" in str(error)
 
 

@@ -46,8 +46,13 @@ def whole(part: Any, **rules: Any) -> pg.LossSpec:
     return pg.LossSpec(components=[part], masks=[KEEP], **rules)
 
 
+def over_units(surrogate: Any) -> bool:
+    """Whether it takes a statistic over units of its own."""
+    return surrogate.token_ratio_only or bool(getattr(surrogate, "statistics", ()))
+
+
 BY_TOKEN: dict[str, pg.LossSpec] = {
-    **{f"surrogate {k}": whole(rl(surrogate=s)) for k, s in SURROGATES.items() if not s.token_ratio_only},
+    **{f"surrogate {k}": whole(rl(surrogate=s)) for k, s in SURROGATES.items() if not over_units(s)},
     **{f"KL {name}": whole(form) for name, form in FORMS.items()},
     **{f"normaliser {n}": whole(rl(n)) for n in NORMALIZERS},
     **{f"gate {k}": whole(rl(surrogate=pg.spec.Unclipped()), gates=[g]) for k, g in GATES.items() if g.kind != "opsm"},
@@ -59,7 +64,7 @@ BY_TOKEN: dict[str, pg.LossSpec] = {
 """Whatever is no member may hold anything."""
 BY_UNIT: dict[str, pg.LossSpec] = {
     **{f"ratio {name}": whole(rl(ratio=ratio)) for name, ratio in RATIOS.items() if name not in ("token", "none")},
-    **{f"surrogate {k}": whole(rl(surrogate=s)) for k, s in SURROGATES.items() if s.token_ratio_only},
+    **{f"surrogate {k}": whole(rl(surrogate=s)) for k, s in SURROGATES.items() if over_units(s)},
     **{f"gate {k}": whole(rl(surrogate=pg.spec.Unclipped()), gates=[g]) for k, g in GATES.items() if g.kind == "opsm"},
     **{
         f"correction {name}, of {of}": whole(rl(), corrections=[rule if of == "old" else rule.replace(of=of)])

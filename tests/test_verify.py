@@ -263,7 +263,7 @@ def test_errors_of_gradients_by_hand() -> None:
     assert worst(grads, reference) == (pytest.approx(1.0), "b")
     assert distance({"a": torch.tensor([3.0, 0.0])}, {"a": torch.tensor([0.0, 4.0])}) == pytest.approx(5 / 4)
     assert worst({"a": torch.tensor([float("nan")])}, {"a": torch.tensor([1.0])})[0] == float("inf")
-    with pytest.raises(pg.LayoutError, match="in one model alone"):
+    with pytest.raises(pg.LayoutError, match="in only one of the two models"):
         worst({}, reference)
 
 

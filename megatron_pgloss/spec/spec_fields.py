@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from megatron_pgloss.spec.base import Part
 from megatron_pgloss.spec.components import AnyComponent
@@ -12,6 +10,7 @@ from megatron_pgloss.spec.corrections import Correction
 from megatron_pgloss.spec.gates import AnyGate
 from megatron_pgloss.spec.kept_set import KeptSet
 from megatron_pgloss.spec.masks import Mask
+from megatron_pgloss.spec.numbers import Positive
 from megatron_pgloss.spec.roles import RoleTable
 
 Old = Literal["given", "policy", "record", "rollout", "interpolate"]
@@ -40,7 +39,7 @@ class SpecFields(Part):
     roles: RoleTable = RoleTable()
     empty_sequences: Literal["refuse", "exclude"] = "refuse"
     """A sequence that has no member of any component before rules: an error that names it, or left out and reported."""
-    log_ratio_bound: Annotated[float, Field(gt=0, le=80)] = 20.0
+    log_ratio_bound: Positive = 20.0
     """Log-ratios are bounded to plus or minus this before exp; the gradient beyond is 0 and counted."""
 
     @property

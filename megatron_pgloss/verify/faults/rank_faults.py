@@ -165,7 +165,7 @@ def _other_shard(right: Any, at: Place) -> Any:
 
 
 def _padding_in_softmax(right: Any, at: Place) -> Any:
-    return lambda columns, group, vocab_size: right(columns, group, None)
+    return lambda columns, group, vocab_size, padded_vocab=None: right(columns, group, None, padded_vocab)
 
 
 def _everyone_speaks(right: Any, at: Place) -> Any:
