@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from steps import NAN, near, pictured, refused, solve
 
 import megatron_pgloss as pg
 from megatron_pgloss.advantages.groups import standardize
+from support.steps import NAN, near, pictured, refused, solve
 
 A = pg.advantages
 

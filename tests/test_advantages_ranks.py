@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from steps import NAN
 from test_gae import several
 
 import megatron_pgloss as pg
+from support.steps import NAN
 from support.worlds import world_fixture
 
 pytestmark = pytest.mark.multiproc

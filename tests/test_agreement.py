@@ -14,14 +14,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import faulty
-import jobs
 import pytest
 import torch
 import torch.distributed as dist
-from faulty import GUILTY, dealt, outcome, padded, plan_faults
 
 import megatron_pgloss as pg
+from support import faulty, jobs
+from support.faulty import GUILTY, dealt, outcome, padded, plan_faults
 from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from steps import NAN, refused
 
 import megatron_pgloss as pg
+from support.steps import NAN, refused
 
 ROOT = Path(__file__).resolve().parent.parent
 FORM: dict[str, Any] = {

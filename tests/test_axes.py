@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from steps import arrange, near, pictured, refused, solve
 from torch import Tensor
 
 import megatron_pgloss as pg
 from megatron_pgloss.megatron.context_parallel import shard
 from megatron_pgloss.planning import Arrangement
+from support.steps import arrange, near, pictured, refused, solve
 from support.worlds import run_world
 
 ROWS = ("cAAoAAAo", "ccAAo", "cAoAAAAA", "cAA")

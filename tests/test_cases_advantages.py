@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from steps import NAN, near, pictured
 
 import megatron_pgloss as pg
+from support.steps import NAN, near, pictured
 
 A = pg.advantages
 HALF = 2**-0.5

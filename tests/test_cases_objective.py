@@ -9,9 +9,9 @@ from math import exp, log
 
 import pytest
 import torch
-from steps import NAN, ONE, near, pictured, refused, solve
 
 import megatron_pgloss as pg
+from support.steps import NAN, ONE, near, pictured, refused, solve
 
 T, F = True, False
 

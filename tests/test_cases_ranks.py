@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from steps import near, pictured
 
 import megatron_pgloss as pg
+from support.steps import near, pictured
 from support.worlds import world_fixture
 
 pytestmark = pytest.mark.multiproc

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from steps import NAN, ONE, near, pictured, solve
 from test_context_parallel import IGN, held, micro_of
 from torch import Tensor
 
 import megatron_pgloss as pg
 from megatron_pgloss.megatron.context_parallel import shard
 from megatron_pgloss.scoring import gather_tokens
+from support.steps import NAN, ONE, near, pictured, solve
 
 T, F = True, False
 

@@ -8,11 +8,11 @@ import math
 
 import pytest
 import torch
-from logprob_cases import assert_one_rounding
-from steps import near, refused
 from torch import Tensor
 
 from megatron_pgloss import DataError, UnsupportedError, token_logprobs
+from support.logprob_cases import assert_one_rounding
+from support.steps import near, refused
 
 
 def dense_chosen(

@@ -12,15 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jobs
-import layouts
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import Job
 
 import megatron_pgloss as pg
+from support import jobs, layouts
 from support.cover import EXHAUSTIVE
+from support.jobs import Job
 from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from steps import refused
 from torch import Tensor
 
 import megatron_pgloss as pg
+from support.steps import refused
 from support.worlds import world_fixture
 
 A = pg.advantages

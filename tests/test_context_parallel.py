@@ -9,15 +9,14 @@ import inspect
 import time
 from typing import Any
 
-import jobs
-import layouts
 import pytest
 import torch
-from jobs import Job
 
 import megatron_pgloss as pg
 from megatron_pgloss.megatron.context_parallel import shard, zigzag
 from megatron_pgloss.planning import Arrangement
+from support import jobs, layouts
+from support.jobs import Job
 from support.worlds import world_fixture
 
 IGN = -100

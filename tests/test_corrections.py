@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from steps import ONE, near, pictured, refused, solve, weights_of
 
 import megatron_pgloss as pg
 from megatron_pgloss.planning import voters
+from support.steps import ONE, near, pictured, refused, solve, weights_of
 
 SUM = "sum(token)"
 LOG2 = math.log(2)

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from steps import ONE, near
 
 import megatron_pgloss as pg
+from support.steps import ONE, near
 
 # One row of four actions; old/mu is 1, 1, 10, 1, so that a band from 0.5 to 2 rejects the third.
 OLD = [0.0, 0.0, 0.0, math.log(10), 0.0]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from steps import refused
 from torch import Tensor
 
 import megatron_pgloss as pg
+from support.steps import refused
 from support.worlds import world_fixture
 
 T, V = 13, 29

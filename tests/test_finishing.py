@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from steps import refused
 
 import megatron_pgloss as pg
+from support.steps import refused
 from support.worlds import world_fixture
 
 A, D = (1.0, -2.0, 0.5), ((0.1, -0.2), (0.3,), (0.0, 0.4, -0.1))

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from steps import NAN, Answer, near, pictured, solve
 
 import megatron_pgloss as pg
 from megatron_pgloss.finishing import results
 from megatron_pgloss.metrics import merge_all
 from megatron_pgloss.verify.oracle import oracle_loss
+from support.steps import NAN, Answer, near, pictured, solve
 
 E20 = math.exp(20)
 

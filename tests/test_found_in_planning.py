@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from oracle_cases import row, run
-from steps import NAN, ONE, near, pictured, refused, solve, weights_of
 from torch import Tensor
 
 import megatron_pgloss as pg
@@ -18,6 +16,8 @@ from megatron_pgloss.errors import Caught, as_error
 from megatron_pgloss.planning.agreement import Ranks
 from megatron_pgloss.planning.select import Job, joined, pieces
 from megatron_pgloss.planning.wire import MOST_TOKENS
+from support.oracle_cases import row, run
+from support.steps import NAN, ONE, near, pictured, refused, solve, weights_of
 
 INF = float("inf")
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from steps import NAN, ONE, pictured, refused, solve
 
 import megatron_pgloss as pg
 from megatron_pgloss.rollouts import concatenate
+from support.steps import NAN, ONE, pictured, refused, solve
 
 KL = pg.presets.grpo(old="given")
 F, T = False, True

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from steps import NAN, near, pictured, refused, solve
 from test_advantages import ids, rewards
 
 import megatron_pgloss as pg
+from support.steps import NAN, near, pictured, refused, solve
 
 A = pg.advantages
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from steps import NAN, near, pictured, refused, solve
 
 import megatron_pgloss as pg
+from support.steps import NAN, near, pictured, refused, solve
 
 # Probabilities of four actions under pi and under mu; the shift is 0.3, 0.1, -0.3, -0.1.
 PI, MU = [0.6, 0.5, 0.2, 0.3], [0.3, 0.4, 0.5, 0.4]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import batch_of, rows_of_step
 
 import megatron_pgloss as pg
+from support.jobs import batch_of, rows_of_step
 
 pytestmark = pytest.mark.gpu
 
@@ -62,7 +62,7 @@ def test_a_micro_batch_needs_no_host_sync(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(3000, 1000), (64, 19_001), (5, 151_936)])
 def test_triton_kernels_on_cuda_equal_float64(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    from logprob_cases import assert_one_rounding, dense
+    from support.logprob_cases import assert_one_rounding, dense
 
     torch.manual_seed(0)
     rows, columns = shape
@@ -95,9 +95,9 @@ def test_reuse_logits_allocates_less_than_a_tenth_of_a_byte_per_logit() -> None:
 
 def test_a_step_of_a_real_model_on_one_gpu_equals_the_oracle(tmp_path: Any) -> None:
     import torch.distributed as dist
-    from jobs import Job, build, one_step, oracle_answer, worst
 
     from megatron_pgloss.verify.layouts.models import destroy_parallel
+    from support.jobs import Job, build, one_step, oracle_answer, worst
 
     dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:

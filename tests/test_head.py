@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from steps import refused
 from torch import Tensor
 
 import megatron_pgloss as pg
 from megatron_pgloss.logprobs import linear_token_logprobs
+from support.steps import refused
 from support.worlds import run_world
 
 T, H, V = 24, 8, 37

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import jobs
-import layouts
 import pytest
 import torch
-from layouts import quiet
 
 import megatron_pgloss as pg
 from megatron_pgloss.planning import Split
@@ -19,7 +16,9 @@ from megatron_pgloss.verify.layouts.table import since
 from megatron_pgloss.verify.run.compare import worst
 from megatron_pgloss.verify.run.drive import build, leave, make_step, run_schedule
 from megatron_pgloss.verify.run.visit import visit
+from support import jobs, layouts
 from support.cover import EXHAUSTIVE
+from support.layouts import quiet
 from support.worlds import world_fixture
 
 MODES = ("keep", "recompute", "forward", "auto")

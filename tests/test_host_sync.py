@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from dispatched import Dispatched
-from steps import pictured
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
 import megatron_pgloss as pg
 from megatron_pgloss.objective import surrogates
+from support.dispatched import Dispatched
+from support.steps import pictured
 
 ROWS = ("cAAo", "cAAAAo", "ccAoAAo", "cAo")
 SPECS = {name: preset.build(**preset.example) for name, preset in pg.presets.PRESETS.items()}

@@ -8,12 +8,11 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-import jobs
-import layouts
 import pytest
-from jobs import Job
 
 import megatron_pgloss as pg
+from support import jobs, layouts
+from support.jobs import Job
 from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -1,6 +1,7 @@
 """The whole of plan and objective against the oracle, and against itself under every way of cutting the step.
 
-Rows are multi-turn, with holes in the masks, truncated rows, and prompts and episodes of several rows (tests/data.py).
+Rows (tests/support/data.py) are multi-turn, with holes in the masks, truncated rows, and prompts and episodes of several
+rows.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-import jobs
 import pytest
 import torch
-from steps import NAN, Answer, near, solve
 from torch import Tensor
 
 import megatron_pgloss as pg
-from data import Dice, Row, attach_streams
 from megatron_pgloss.verify.oracle import oracle_loss
+from support import jobs
+from support.data import Dice, Row, attach_streams
+from support.steps import NAN, Answer, near, solve
 
 CLIP = pg.Clip(low=0.2, high=0.28, dual=1.4)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from steps import ONE, near, refused
 from torch import Tensor
 
 import megatron_pgloss as pg
@@ -14,6 +13,7 @@ from megatron_pgloss.megatron.conditions import Setup
 from megatron_pgloss.megatron.finish import Collected, nonfinite
 from megatron_pgloss.megatron.modes import refuse
 from megatron_pgloss.metrics import Metric, merge_all
+from support.steps import ONE, near, refused
 
 V = 8
 TOKENS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0]])

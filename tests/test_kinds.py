@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from oracle_cases import row, weights
 
 import megatron_pgloss as pg
 from megatron_pgloss.metrics import METRICS
@@ -29,6 +28,7 @@ from megatron_pgloss.verify.oracle import rules as oracle_rules
 from megatron_pgloss.verify.oracle import sets as oracle_sets
 from megatron_pgloss.verify.oracle import step as oracle_data
 from megatron_pgloss.verify.oracle import surrogates as oracle_surrogates
+from support.oracle_cases import row, weights
 
 ROOT = Path(__file__).resolve().parent.parent
 ALL = [(family, kind) for family, base in FAMILIES.items() for kind in kinds(base)]

@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from steps import ONE
 from torch import Tensor
 
 import megatron_pgloss as pg
+from support.steps import ONE
 
 V, P = 5, 4
 SENTENCES = [(x, y) for x in range(V) for y in range(V)]

@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import jobs
-import layouts
 import pytest
 
 import megatron_pgloss as pg
 from megatron_pgloss.verify.layouts.table import LAYOUTS, every_layout
 from megatron_pgloss.verify.run.specs import SPECS
+from support import jobs, layouts
 from support.cover import EXHAUSTIVE
 from support.worlds import world_fixture
 

@@ -9,10 +9,10 @@ import math
 
 import pytest
 import torch
-from logprob_cases import INF, Case, assert_one_rounding, cases, dense
 from torch import Tensor
 
 from megatron_pgloss import TokenLogprobs, token_logprobs
+from support.logprob_cases import INF, Case, assert_one_rounding, cases, dense
 
 BOTH = cases()["both"]
 

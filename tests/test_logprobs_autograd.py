@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from logprob_cases import INF, Case, cases, dense
 from test_logprobs import BOTH, call, gradient, weigh
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_pgloss import PGLossError, UnsupportedError, token_logprobs
 from megatron_pgloss.logprobs.rows.eager import ChunkedRows
 from megatron_pgloss.logprobs.vocab.order import RowOrder
+from support.logprob_cases import INF, Case, cases, dense
 
 EXACT = dict(rtol=1e-12, atol=1e-12)
 

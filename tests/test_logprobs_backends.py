@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from logprob_cases import INF, Case, assert_one_rounding, cases, dense
 from torch import Tensor
 
 from megatron_pgloss import TokenLogprobs, UnsupportedError, token_logprobs
 from megatron_pgloss.logprobs.rows import backends, eager
 from megatron_pgloss.logprobs.rows.backends import backend_problem, backend_report
 from support.cover import EXHAUSTIVE
+from support.logprob_cases import INF, Case, assert_one_rounding, cases, dense
 from support.worlds import run_world
 
 # Ranks that each start a pool of compilers would bring a small machine to its knees.

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from logprob_cases import Case, assert_one_rounding, cases, dense
 
 from megatron_pgloss import LayoutError, token_logprobs
+from support.logprob_cases import Case, assert_one_rounding, cases, dense
 from support.worlds import world_fixture
 
 SIZES = [1, 2, 4]

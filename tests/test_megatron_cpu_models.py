@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_cpu_checks import (
+
+from support.megatron_cpu_checks import (
     expert_losses,
     gpt2_like,
     groups_share_a_device,
@@ -21,7 +22,6 @@ from megatron_cpu_checks import (
     threads_stay,
     torch_is_untouched,
 )
-
 from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]

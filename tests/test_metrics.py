@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from steps import NAN, near, pictured, solve
 
 import megatron_pgloss as pg
 from megatron_pgloss.metrics import METRICS, Metric, kind_of, merge_all, unpack
 from megatron_pgloss.objective.measure import Among, names
+from support.steps import NAN, near, pictured, solve
 
 KINDS = {row.suffix: row.kind for row in METRICS}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from steps import pictured, refused
 
 import megatron_pgloss as pg
+from support.steps import pictured, refused
 
 PROMPTS = ["a", "b", "a", "c", "d", "b", "e", "f"]
 

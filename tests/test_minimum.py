@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from steps import NAN, ONE, near, pictured, refused, solve
 
 import megatron_pgloss as pg
+from support.steps import NAN, ONE, near, pictured, refused, solve
 
 SEQUENCE = "mean(sequence) > mean(token)"
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import jobs
-import layouts
 import pytest
 import torch
-from faulty import outcome
-from jobs import Job
 from test_refusals import wrapped_by
 
 import megatron_pgloss as pg
 from megatron_pgloss import megatron as pgm
 from megatron_pgloss.verify.layouts.reshard import full_gradients
+from support import jobs, layouts
+from support.faulty import outcome
+from support.jobs import Job
 from support.worlds import run_world
 
 SPLIT = pg.Split(sequences=2)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import jobs
-import layouts
 import pytest
-from faulty import outcome
-from jobs import Job
-from layouts import SP
 
 import megatron_pgloss as pg
+from support import jobs, layouts
+from support.faulty import outcome
+from support.jobs import Job
+from support.layouts import SP
 from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from steps import refused
 
 import megatron_pgloss as pg
 from megatron_pgloss.spec import parse
+from support.steps import refused
 
 
 @pytest.mark.parametrize(

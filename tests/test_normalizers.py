@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from steps import ONE, near, pictured, refused, weights_of, weights_under
 
 import megatron_pgloss as pg
+from support.steps import ONE, near, pictured, refused, weights_of, weights_under
 
 
 def test_length_bias_table() -> None:

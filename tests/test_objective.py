@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from steps import NAN, near, pictured, solve
 from torch import Tensor
 
 import megatron_pgloss as pg
+from support.steps import NAN, near, pictured, solve
 
 
 def ratios(*values: float) -> list[float]:

@@ -1,7 +1,7 @@
 """Everything that can be trained, against the oracle: loss, every gradient, and the counts.
 
-The rows are those of tests/data.py: several turns, holes in the masks, truncated rows, episodes of two rows. What each
-kind means is written down once more in megatron_pgloss/verify/oracle/, token by token and unit by unit.
+The rows are those of tests/support/data.py: several turns, holes in the masks, truncated rows, episodes of two rows.
+What each kind means is written down once more in megatron_pgloss/verify/oracle/, token by token and unit by unit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from objectives import (
+from torch import Tensor
+
+import megatron_pgloss as pg
+from support.cover import paired, pairs, visited
+from support.objectives import (
     CORRECTIONS,
     DECLARED,
     FORMS,
@@ -26,10 +30,6 @@ from objectives import (
     rl,
     step,
 )
-from torch import Tensor
-
-import megatron_pgloss as pg
-from support.cover import paired, pairs, visited
 
 TOLERANCE = 1e-12
 KEEP = pg.UserMask(name="keep")

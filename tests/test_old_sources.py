@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from steps import NAN, ONE, arrange, near, pictured, refused, solve
 
 import megatron_pgloss as pg
+from support.steps import NAN, ONE, arrange, near, pictured, refused, solve
 
 CLIP = pg.PolicyGradient(surrogate=pg.Clip(low=0.2, high=0.2), normalizer="sum(token)")
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle_cases import CE, CLIP, NAN, REINFORCE, leaf, leaves, near, row, run, weights
 
-from data import attach_streams, make_rows
 from megatron_pgloss.errors import DataError, SpecError
 from megatron_pgloss.verify.oracle import oracle_logprobs, oracle_loss, oracle_step
+from support.data import attach_streams, make_rows
+from support.oracle_cases import CE, CLIP, NAN, REINFORCE, leaf, leaves, near, row, run, weights
 
 
 def test_values_outside_the_members_change_nothing_by_a_bit():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from oracle_cases import CE, NAN, REINFORCE, flat, leaves, near, row, run, weights
 
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.verify.oracle import oracle_loss
+from support.oracle_cases import CE, NAN, REINFORCE, flat, leaves, near, row, run, weights
 
 # Two prompts; p has two episodes, the first of two rows. Action tokens per row: 3, 1, 2, 4; the one
 # of 3 in turns of 2 and 1, the one of 4 in turns of 1 and 3.

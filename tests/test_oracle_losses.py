@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 import pytest
-from oracle_cases import CE, CLIP, NAN, REINFORCE, leaf, near, row, run
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError, SpecError
 from megatron_pgloss.verify.oracle import oracle_loss
+from support.oracle_cases import CE, CLIP, NAN, REINFORCE, leaf, near, row, run
 
 
 def test_reinforce_value_and_gradient():

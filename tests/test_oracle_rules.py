@@ -6,9 +6,9 @@ from math import exp, log
 from typing import Any
 
 import pytest
-from oracle_cases import NAN, REINFORCE, leaf, leaves, near, row, run
 
 from megatron_pgloss.errors import DataError
+from support.oracle_cases import NAN, REINFORCE, leaf, leaves, near, row, run
 
 LN2 = log(2)
 UNCLIPPED = {"kind": "policy_gradient", "surrogate": {"kind": "unclipped"}}

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from oracle_cases import NAN, leaf, near, row, run
 
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.verify.oracle import oracle_kl, oracle_loss
+from support.oracle_cases import NAN, leaf, near, row, run
 
 LN2 = log(2)
 LOGP = -1.5

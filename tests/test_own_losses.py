@@ -12,15 +12,14 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
-import jobs
-import layouts
 import pytest
 import torch
-from jobs import Job
-from layouts import DISTOPT, SP
 
 import megatron_pgloss as pg
+from support import jobs, layouts
 from support.cover import pairs, visited
+from support.jobs import Job
+from support.layouts import DISTOPT, SP
 from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(600)]

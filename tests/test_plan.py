@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from steps import NAN, ONE, near, pictured, refused, solve, weights_of
 
 import megatron_pgloss as pg
+from support.steps import NAN, ONE, near, pictured, refused, solve, weights_of
 
 KEEP = {"keep": [True] * 4 + [False] + [True] * 6 + [True, False, True]}
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from steps import NAN, ONE, pictured, refused
 
 import megatron_pgloss as pg
 from megatron_pgloss.rollouts import broken
+from support.steps import NAN, ONE, pictured, refused
 
 NAMES = ["first", "second"]
 ROWS = ("cAA", "cAoA")  # tokens 0..2 and 3..6; actions 1, 2 | 1, 3 of the rows

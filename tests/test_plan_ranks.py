@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import jobs
 import pytest
 import torch
 import torch.distributed as dist
 
 import megatron_pgloss as pg
-from data import Row
+from support import jobs
+from support.data import Row
 from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]

@@ -9,15 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import jobs
-import layouts
 import pytest
 import torch
-from jobs import Job
-from layouts import SP
 
 import megatron_pgloss as pg
+from support import jobs, layouts
 from support.cover import pairs, visited
+from support.jobs import Job
+from support.layouts import SP
 from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]

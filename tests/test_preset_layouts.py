@@ -9,16 +9,14 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-import heads
-import jobs
-import layouts
 import pytest
-from jobs import Job
-from layouts import axes
-from objectives import NO_MODEL, presets
 
 import megatron_pgloss as pg
+from support import heads, jobs, layouts
 from support.cover import visited
+from support.jobs import Job
+from support.layouts import axes
+from support.objectives import NO_MODEL, presets
 from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(600)]

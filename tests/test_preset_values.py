@@ -1,13 +1,13 @@
-"""Presets with a clipped ratio: value and gradient worked out by hand on the step of tests/preset_cases.py."""
+"""Presets with a clipped ratio: value and gradient worked out by hand on the step of tests/support/preset_cases.py."""
 
 from __future__ import annotations
 
 from math import exp, log
 
 import pytest
-from preset_cases import EACH, KEEP, SEQUENCE, A, D, R, S, X, added, check, old_ratio
 
 import megatron_pgloss as pg
+from support.preset_cases import EACH, KEEP, SEQUENCE, A, D, R, S, X, added, check, old_ratio
 
 P = pg.presets
 M = {"masks": [KEEP]}

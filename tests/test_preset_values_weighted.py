@@ -1,12 +1,13 @@
 """Presets with a constant weight, a trust region, a quadratic, a label or a teacher: value and gradient worked out by
-hand on the step of tests/preset_cases.py.
+hand on the step of tests/support/preset_cases.py.
 """
 
 from __future__ import annotations
 
 from math import exp, log
 
-from preset_cases import (
+import megatron_pgloss as pg
+from support.preset_cases import (
     EACH,
     KEEP,
     SEQUENCE,
@@ -23,9 +24,7 @@ from preset_cases import (
     old_ratio,
     per_token,
 )
-from steps import NAN, near, solve
-
-import megatron_pgloss as pg
+from support.steps import NAN, near, solve
 
 P = pg.presets
 M = {"masks": [KEEP]}

@@ -6,9 +6,9 @@ from math import log
 from typing import Any
 
 import pytest
-from steps import NAN, near, pictured, refused, solve
 
 import megatron_pgloss as pg
+from support.steps import NAN, near, pictured, refused, solve
 
 SEQUENCE = "mean(sequence) > mean(token)"
 

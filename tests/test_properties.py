@@ -13,7 +13,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objectives import (
+from torch import Tensor
+
+import megatron_pgloss as pg
+from support.cover import EXHAUSTIVE, paired
+from support.objectives import (
     CORRECTIONS,
     FORMS,
     GATES,
@@ -26,11 +30,7 @@ from objectives import (
     rl,
     step,
 )
-from steps import ONE, Answer, solve
-from torch import Tensor
-
-import megatron_pgloss as pg
-from support.cover import EXHAUSTIVE, paired
+from support.steps import ONE, Answer, solve
 
 KEEP = pg.UserMask(name="keep")
 NORMALIZERS = [

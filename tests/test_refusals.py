@@ -12,18 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jobs
-import layouts
 import pytest
 import torch
 import torch.distributed as dist
-from faulty import outcome
-from jobs import Job
 
 import megatron_pgloss as pg
 from megatron_pgloss import megatron as pgm
 from megatron_pgloss.megatron import factors, modes
 from megatron_pgloss.megatron.layout import Layout
+from support import jobs, layouts
+from support.faulty import outcome
+from support.jobs import Job
 from support.worlds import world_fixture
 
 SPLIT = pg.Split(sequences=2)

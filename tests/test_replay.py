@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replay_oracle import Recipe, trajectory
 
 import megatron_pgloss as pg
 from support.cover import EXHAUSTIVE
 from support.programs import launch
+from support.replay_oracle import Recipe, trajectory
 from support.worlds import run_world
 
 ROOT = Path(__file__).parents[1]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from steps import NAN, ONE, near, pictured, solve
 from torch import Tensor
 
 import megatron_pgloss as pg
+from support.steps import NAN, ONE, near, pictured, solve
 
 SEQUENCE = "mean(sequence) > mean(token)"
 T, F = True, False

@@ -9,15 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import jobs
-import layouts
 import pytest
-from faulty import outcome
-from jobs import Job
 
 import megatron_pgloss as pg
 from megatron_pgloss import megatron as pgm
 from megatron_pgloss.verify.layouts.reshard import full_gradients
+from support import jobs, layouts
+from support.faulty import outcome
+from support.jobs import Job
 from support.worlds import world_fixture
 
 AUX = dict(layers=2, hidden=16, ffn=16, experts=4, topk=2, moe_aux_coeff=0.1)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from steps import near
 from torch import Tensor
 
 from megatron_pgloss.maths import UnitSums, running
+from support.steps import near
 from support.worlds import world_fixture
 
 VALUES = torch.sin(torch.arange(24, dtype=torch.float64) * 1.7) * 2

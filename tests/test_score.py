@@ -9,16 +9,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import jobs
-import layouts
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import Job
-from layouts import SP
 
 import megatron_pgloss as pg
-from data import Row
+from support import jobs, layouts
+from support.data import Row
+from support.jobs import Job
+from support.layouts import SP
 from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from steps import NAN, Answer, near, pictured, solve
 from torch import Tensor
 
 import megatron_pgloss as pg
+from support.steps import NAN, Answer, near, pictured, solve
 
 INF = float("inf")
 ROWS = ("cAAoA", "coAo", "coAAoc")

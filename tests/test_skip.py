@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jobs
-import layouts
 import pytest
 import torch
-from faulty import outcome
-from jobs import Job
 
 import megatron_pgloss as pg
 from megatron_pgloss import megatron as pgm
+from support import jobs, layouts
+from support.faulty import outcome
+from support.jobs import Job
 from support.worlds import world_fixture
 
 TINY = dict(layers=2, hidden=16, ffn=16)

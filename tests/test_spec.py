@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from steps import refused
 from torch import Tensor
 
 import megatron_pgloss as pg
+from support.steps import refused
 
 
 def squared(x: Any) -> Tensor:

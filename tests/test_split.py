@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from steps import pictured, refused
 
 import megatron_pgloss as pg
 from megatron_pgloss.planning import Arrangement
 from megatron_pgloss.planning.split import bins, legal_count, refine, round_up
+from support.steps import pictured, refused
 
 SPEC = pg.presets.reinforce()
 ROWS = ("cAAA", "cA", "cAA", "cAAAA", "cA")  # tokens 1..4, 5..6, 7..9, 10..14, 15..16

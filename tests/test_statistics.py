@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from steps import ONE, arrange, near, pictured, refused, solve
 
 import megatron_pgloss as pg
 from megatron_pgloss.planning.agreement import Ranks
 from megatron_pgloss.planning.select import Job, draws
+from support.steps import ONE, arrange, near, pictured, refused, solve
 
 JOB = Job(Ranks())
 FLOATS = st.floats(-1e4, 1e4, allow_subnormal=True) | st.sampled_from([0.0, -0.0, 1.0, -1.0, 5e-324])

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import jobs
-import layouts
 import pytest
 import test_collectives
 import torch
 import torch.distributed as dist
-from jobs import Job
 
 import megatron_pgloss as pg
+from support import jobs, layouts
 from support.cover import EXHAUSTIVE
+from support.jobs import Job
 from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]

@@ -9,15 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import jobs
-import layouts
 import pytest
 import torch
-from dispatched import Dispatched
-from faulty import outcome
-from jobs import Job
 
 import megatron_pgloss as pg
+from support import jobs, layouts
+from support.dispatched import Dispatched
+from support.faulty import outcome
+from support.jobs import Job
 from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]

@@ -9,16 +9,15 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import jobs
-import layouts
 import pytest
 import torch
-from faulty import outcome, padded
-from jobs import Job
 
 import megatron_pgloss as pg
 from megatron_pgloss import megatron as pgm
 from megatron_pgloss.verify.layouts.reshard import full_gradients
+from support import jobs, layouts
+from support.faulty import outcome, padded
+from support.jobs import Job
 from support.worlds import world_fixture
 
 LONGEST = 13

@@ -7,7 +7,6 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
-from steps import ONE, pictured, refused
 
 import megatron_pgloss as pg
 from megatron_pgloss.planning import agreement
@@ -15,6 +14,7 @@ from megatron_pgloss.rollouts import STREAMS, streams
 from megatron_pgloss.rollouts.keywords import PackedArguments, PaddedArguments
 from megatron_pgloss.rollouts.streams import BY_NAME, OPTIONAL, StreamSpec
 from megatron_pgloss.verify.oracle import scene as oracle_scene
+from support.steps import ONE, pictured, refused
 
 # Rows of 3 tokens and 2. Per stream: what is given for tokens 0, 1, 2 | 3, 4, and the same by hand where position t is
 # about the token after it: the first entry of each row leaves, its last is filled.

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from steps import NAN, ONE, arrange, near, pictured, refused, solve
 from torch import Tensor
 
 import megatron_pgloss as pg
 from megatron_pgloss.maths import UnitSums
 from megatron_pgloss.objective import Streams
+from support.steps import NAN, ONE, arrange, near, pictured, refused, solve
 
 # Turns of 2, 1 and 3 tokens; of 1 after an answer that no turn owns; none at all.
 ROWS = ("cAAoAcoAAA", "ccoAo", "cco", "cA")

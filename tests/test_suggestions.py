@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from steps import refused
 
 import megatron_pgloss as pg
 from megatron_pgloss.presets.known import keywords
 from megatron_pgloss.spec.words import ELSEWHERE
+from support.steps import refused
 
 
 def trace(**more: Any) -> pg.Trace:

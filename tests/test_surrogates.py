@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from steps import NAN, near, pictured, refused, solve
 from torch import Tensor
 
 import megatron_pgloss as pg
+from support.steps import NAN, near, pictured, refused, solve
 
 ROWS = ("cAAAA", "cAAA")
 D = [0.5, -0.5, 0.05, 2.5, -2.0, 0.2, -0.1]

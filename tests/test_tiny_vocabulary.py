@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import jobs
-import layouts
 import pytest
-from faulty import outcome
-from jobs import Job
 
 import megatron_pgloss as pg
 from megatron_pgloss import megatron as pgm
 from megatron_pgloss.verify.layouts.reshard import full_gradients
+from support import jobs, layouts
+from support.faulty import outcome
+from support.jobs import Job
 from support.worlds import world_fixture
 
 TINY = dict(layers=2, hidden=16, ffn=16)

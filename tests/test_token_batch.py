@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from steps import NAN, pictured, solve
 from torch import Tensor
 
 import megatron_pgloss as pg
 from megatron_pgloss.rollouts import concatenate
+from support.steps import NAN, pictured, solve
 
 # Two rollouts. Row 0: prompt, two tokens of the policy, two of a tool, one of the policy. Row 1: an initial prompt that
 # the environment wrote, one token of the policy.

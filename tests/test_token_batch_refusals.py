@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from steps import ONE, pictured, refused
 from test_token_batch import from_padded
 
 import megatron_pgloss as pg
+from support.steps import ONE, pictured, refused
 
 SPAN = pg.Span(role="assistant", author="policy", tokens=[1, 2], logprobs=[-1.0, -1.0])
 

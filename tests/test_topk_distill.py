@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from steps import ONE, near, pictured, refused
 from torch import Tensor
 
 import megatron_pgloss as pg
@@ -16,6 +15,7 @@ from megatron_pgloss.megatron.conditions import Setup
 from megatron_pgloss.megatron.modes import refuse
 from megatron_pgloss.metrics import merge_all
 from megatron_pgloss.objective.measure import names
+from support.steps import ONE, near, pictured, refused
 
 KINDS = [("forward", "drop"), ("forward", "renormalize"), ("reverse", "renormalize")]
 ROWS = ("cAAo", "ccAAAo", "cA")

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from steps import NAN, ONE, near, solve, weights_of
 
 import megatron_pgloss as pg
+from support.steps import NAN, ONE, near, solve, weights_of
 
 
 def span(author: str, *tokens: int, role: str = "any") -> pg.Span:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from steps import refused
 
 import megatron_pgloss as pg
 from megatron_pgloss.cli import main
@@ -19,6 +18,7 @@ from megatron_pgloss.logprobs.rows import backends
 from megatron_pgloss.logprobs.rows.cache import folder_problem
 from megatron_pgloss.spec.toml import LONGEST
 from megatron_pgloss.view import TokenCell, TokenRow, learning_curve, token_page
+from support.steps import refused
 
 OWN = 'components = [{kind = "term", name = "own", fn = "NAME"}]'
 

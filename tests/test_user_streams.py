@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from steps import NAN, ONE, near, pictured, refused, solve
 
 import megatron_pgloss as pg
 from megatron_pgloss.planning import agreement
+from support.steps import NAN, ONE, near, pictured, refused, solve
 
 
 def spec_of(fn: Any, **more: Any) -> pg.LossSpec:

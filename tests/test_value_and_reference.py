@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import heads
-import layouts
 import pytest
-from jobs import Job
 
 import megatron_pgloss as pg
+from support import heads, layouts
+from support.jobs import Job
 from support.worlds import world_fixture
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]

@@ -16,16 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jobs
-import layouts
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import Job
 
 import megatron_pgloss as pg
 from megatron_pgloss import megatron as pgm
 from megatron_pgloss.verify.layouts.models import build_gpt, init_parallel
+from support import jobs, layouts
+from support.jobs import Job
 from support.worlds import FIXTURES, World
 
 TINY = dict(layers=2, hidden=16, ffn=16)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from steps import NAN, near, pictured
 from test_advantages import HALF, A, ids, rewards
+
+from support.steps import NAN, near, pictured
 
 
 def test_whitening_is_over_the_members_and_leaves_0_elsewhere() -> None:

@@ -12,14 +12,14 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-import objectives
 import torch
-from steps import solve
 from torch import Tensor
 
 import megatron_pgloss as pg
 from megatron_pgloss.verify.data.rows import Dice, Row, attach_streams, make_rows
 from megatron_pgloss.verify.oracle import oracle_loss
+from support import objectives
+from support.steps import solve
 
 NOW = objectives.NOW
 TOLERANCE = 1e-10

@@ -9,18 +9,18 @@ from __future__ import annotations
 import functools
 from typing import Any, get_args
 
-import jobs
 import torch
-from steps import NAN, ONE, Answer, solve
 from torch import Tensor
 
 import megatron_pgloss as pg
-from data import Dice, Row, attach_streams
 from megatron_pgloss.spec.corrections import Correction
 from megatron_pgloss.spec.gates import AnyGate
 from megatron_pgloss.spec.ratios import SHORT
 from megatron_pgloss.spec.surrogates import AnySurrogate
 from megatron_pgloss.verify.oracle import oracle_loss
+from support import jobs
+from support.data import Dice, Row, attach_streams
+from support.steps import NAN, ONE, Answer, solve
 
 NOW = 9
 """Version of the policy."""

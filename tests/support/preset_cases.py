@@ -24,9 +24,9 @@ from math import exp, log
 from typing import Any
 
 import torch
-from steps import NAN, pictured, solve
 
 import megatron_pgloss as pg
+from support.steps import NAN, pictured, solve
 
 A = [2.0, 2.0, -1.0, -1.0, -1.0]
 X = [-1.0, -0.5, -2.0, -1.5, -0.25]

@@ -6,12 +6,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import jobs
 import torch
-from jobs import Job
 
 import megatron_pgloss as pg
-from data import Dice
 from megatron_pgloss.verify.layouts import models
 from megatron_pgloss.verify.layouts.reshard import full_gradients, placements
 from megatron_pgloss.verify.layouts.weights import deterministic_weights
@@ -19,6 +16,9 @@ from megatron_pgloss.verify.oracle import oracle_kl, oracle_logprobs, oracle_los
 from megatron_pgloss.verify.run.compare import worst
 from megatron_pgloss.verify.run.drive import BUILDERS, leave, make_step, run_schedule
 from megatron_pgloss.verify.run.judge import plain
+from support import jobs
+from support.data import Dice
+from support.jobs import Job
 
 REFERENCE_SEED = 9
 

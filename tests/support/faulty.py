@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jobs
 import torch
 import torch.distributed as dist
 
 import megatron_pgloss as pg
-from data import Row
+from support import jobs
+from support.data import Row
 
 Given = dict[str, Any]
 GUILTY = 2
