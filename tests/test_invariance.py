@@ -1,7 +1,7 @@
 """The whole of plan and objective against the oracle, and against itself under every way of cutting the step.
 
-Rows (tests/support/data.py) are multi-turn, with holes in the masks, truncated rows, and prompts and episodes of several
-rows.
+Rows (tests/support/data.py) are multi-turn, with holes in the masks, truncated rows, and prompts and episodes of
+several rows.
 """
 
 from __future__ import annotations
