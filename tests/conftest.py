@@ -91,10 +91,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     gc.collect()
     gc.freeze()  # what was collected so far stays alive, and need not be searched for garbage during thousands of tests
-    if not session.config.option.collectonly and RUN.method == "forkserver":
-        for world in worlds_of(session.items):
+    worlds = worlds_of(session.items)
+    if worlds and not session.config.option.collectonly and RUN.method == "forkserver":
+        for world in worlds:
             RUN.submit(world)
-        RUN.pump()
+        RUN.pump_beside()
     if session.config.getoption("--lines"):
         session.config.stash[_LINES] = lines.Map(lines.Recorder())
 

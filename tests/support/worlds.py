@@ -20,6 +20,7 @@ import resource
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -180,6 +181,8 @@ class Run:
         self.most = 0
         """The largest number of ranks that were alive at a time."""
         self._warm = False
+        self._lock = threading.RLock()
+        self._over = threading.Event()
 
     def warm(self) -> Any:
         """The multiprocessing context that starts ranks; at the first call the warm process starts its imports."""
@@ -201,19 +204,31 @@ class Run:
         """Queue the world until there are seats for it: larger worlds first, then in the order of submission."""
         if world.size > SEATS:
             raise ValueError(f"{world.name} needs more than PGLOSS_SEATS={SEATS} processes")
-        self.waiting.append(world)
-        self.waiting.sort(key=lambda one: -one.size)
+        with self._lock:
+            self.waiting.append(world)
+            self.waiting.sort(key=lambda one: -one.size)
+
+    def pump_beside(self) -> None:
+        """Pump from a thread too: a test that waits for a compiler or another program does not hold the worlds up."""
+
+        def pump() -> None:
+            while not self._over.wait(0.5):
+                self.pump()
+
+        threading.Thread(target=pump, name="worlds", daemon=True).start()
 
     def pump(self, patience: float = 0.0) -> None:
         """Collect worlds that have ended and start worlds that fit; wait up to ``patience`` seconds for an end."""
-        self._fill()
-        ends = [process.sentinel for world in self.running for process in world._ranks if process.is_alive()]
+        with self._lock:
+            self._fill()
+            ends = [process.sentinel for world in self.running for process in world._ranks if process.is_alive()]
         if patience and ends:
             wait(ends, timeout=patience)
-        for world in self.running:
-            world.look()
-        self.running = [world for world in self.running if not world._done]
-        self._fill()
+        with self._lock:
+            for world in self.running:
+                world.look()
+            self.running = [world for world in self.running if not world._done]
+            self._fill()
 
     def _fill(self) -> None:
         # While a single-process test runs, worlds leave it a core; while a test waits for a world, worlds have all
@@ -230,11 +245,13 @@ class Run:
                 return  # the next free seats are this world's
 
     def close(self) -> None:
-        """End all worlds: no test waits for them any more."""
-        self.waiting.clear()
-        for world in self.running:
-            world._end("the run ended")
-        self.running.clear()
+        """End the worlds for which no test waits any more."""
+        self._over.set()
+        with self._lock:
+            self.waiting.clear()
+            for world in self.running:
+                world._end("the run ended")
+            self.running.clear()
 
     def summary(self) -> list[str]:
         """Lines for the end of the run: how many worlds there were, and what the longest took."""
