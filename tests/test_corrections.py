@@ -319,4 +319,4 @@ def test_versions_of_spans_reach_their_tokens() -> None:
     refused(pg.DataError, lambda: pg.TokenBatch.from_traces([trace(5, None)]), "version of policy spans", "some")
     refused(pg.DataError, lambda: pg.TokenBatch.from_traces([trace([5])]), "number of versions", "expected 2")
     old = {"spec": reinforce(pg.Veto())}
-    refused(pg.DataError, lambda: voters(pictured("cA"), old["spec"]), "old is absent")
+    refused(pg.DataError, lambda: voters(pictured("cA"), old["spec"]), "old is absent", "score first")

@@ -95,7 +95,7 @@ def test_temperature_must_be_positive_where_tokens_are_scored(
     ("spec", "given", "words"),
     [
         (pg.presets.ppo(), {}, ("old is absent", "old_logprobs, read by rl", "old='policy'")),
-        (pg.presets.grpo(), {"old_logprobs": -1.0}, ("ref is absent", "ref_logprobs, read by kl")),
+        (pg.presets.grpo(), {"old_logprobs": -1.0}, ("ref is absent", "ref_logprobs, read by kl", "into='ref'")),
         (pg.presets.ppo(old="rollout"), {"old_logprobs": -1.0}, ("rollout is absent", "read by rl")),
         (pg.presets.ppo(corrections=[pg.TruncatedIS()]), {"old_logprobs": -1.0}, ("rollout is absent", "TruncatedIS")),
         (

@@ -114,6 +114,7 @@ def test_parts_are_keywords() -> None:
         (lambda: pg.presets.echo("papper"), ("variant='papper'", "'paper' or 'prime_rl'")),
         (lambda: pg.presets.dr_grpo(0), ("divisor must be positive",)),
         (lambda: pg.presets.get("dpao"), ("no preset 'dpao'", "did you mean 'dapo'?")),
+        (lambda: pg.presets.get("rloo"), ("no preset 'rloo'", "pg.advantages.rloo")),
     ],
 )
 def test_unknown_parts_are_refused_with_the_nearest_name(build: Any, words: tuple[str, ...]) -> None:

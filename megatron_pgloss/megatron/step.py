@@ -163,8 +163,11 @@ class PolicyLossStep(Runtime):
     def plan(self) -> Plan:
         """The plan of the step that `begin` opened."""
         if self._plan is None:
-            fix = "read it between begin and finish, or keep what step.begin(batches) returns: plan.num_microbatches"
-            raise DataError("no step is open", fix=fix)
+            fix = (
+                "call step.begin(batches) before the schedule and step.finish(losses) once after it; what is needed "
+                "later is in the plan that begin returns: plan.num_microbatches"
+            )
+            raise DataError("no step is open", expected="a step between begin and finish", fix=fix)
         return self._plan
 
     @property

@@ -18,5 +18,8 @@ def checked(value: Any, x: Streams, owner: str) -> Tensor:
     """
     if not isinstance(value, Tensor) or value.shape != x.logp.shape or not value.is_floating_point():
         got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise DataError(f"{owner} must return one number per position", expected=f"float {list(x.logp.shape)}", got=got)
+        raise DataError(
+            f"{owner} must return one number per position", expected=f"float {list(x.logp.shape)}", got=got,
+            fix="leave the mean or sum out of it: the normalizer reduces; over a unit, x.unit_mean(v, 'sequence')",
+        )  # fmt: skip
     return value

@@ -76,6 +76,8 @@ def _present(batch: TokenBatch, spec: LossSpec) -> None:
             expected, fix = f"{argument.rstrip('=')}, read by {', '.join(readers)}", f"give {argument}"
             if stream == "old":
                 fix += ", score them (step.score(..., into='old')), or set old='policy' in the spec"
+            if stream == "ref":
+                fix += ", or score them with the reference's weights loaded (step.score(..., into='ref'))"
             raise DataError(f"{stream} is absent", expected=expected, fix=fix)
     for name, readers in spec.field_readers.items():
         if name != "versions" and getattr(batch, name) is None:  # `frozen.lags` looks at versions

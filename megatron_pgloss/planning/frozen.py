@@ -55,7 +55,10 @@ def log_ratio(batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """``log old - log mu`` float64 [T], 0 where either is not finite, and bool [T] where both are."""
     for name in ("old", "rollout"):
         if name not in batch.streams:
-            raise DataError(f"{name} is absent", expected=f"{name}_logprobs=, read by the corrections")
+            fix = f"give {name}_logprobs="
+            if name == "old":
+                fix += ", or score first (step.score(..., into='old')), then ask for voters and advantages"
+            raise DataError(f"{name} is absent", expected=f"{name}_logprobs=, read by the corrections", fix=fix)
     old_T, mu_T = batch.streams["old"], batch.streams["rollout"]
     known_T = old_T.isfinite() & mu_T.isfinite()
     # Select before arithmetic: what lies outside the components may be NaN or infinite.

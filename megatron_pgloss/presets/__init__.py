@@ -108,6 +108,16 @@ PRESETS: dict[str, Preset] = {
 }
 
 
+_ADVANTAGES = ("gae", "gdpo", "opo", "reinforce_plus_plus", "rloo", "turn_gae")
+"""Recipes that are a way to make advantages, beside any loss."""
+
+
+def _instead(name: str) -> str | None:
+    if name in _ADVANTAGES:
+        return f"{name} is a way to make advantages: pg.advantages.{name}, beside presets.reinforce or presets.ppo"
+    return nearest(name, list(PRESETS))
+
+
 def get(name: str, **parts: Any) -> LossSpec:
     """The preset called ``name`` with its parts as keywords.
 
@@ -115,12 +125,12 @@ def get(name: str, **parts: Any) -> LossSpec:
         SpecError: no such preset; the nearest name is given.
     """
     if not isinstance(name, str) or name not in PRESETS:
-        raise SpecError(f"no preset {name!r}", expected=", ".join(PRESETS), fix=nearest(str(name), list(PRESETS)))
+        raise SpecError(f"no preset {name!r}", expected=", ".join(PRESETS), fix=_instead(str(name)))
     return PRESETS[name].build(**parts)
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(f"no preset {name!r}; {nearest(name, list(PRESETS)) or 'presets.PRESETS lists them'}")
+    raise AttributeError(f"no preset {name!r}; {_instead(name) or 'presets.PRESETS lists them'}")
 
 
 __all__ = [

@@ -34,7 +34,10 @@ def tokens(value: Any, shape: tuple[int | None, ...]) -> Tensor:
     """int64 of the given shape (None: any extent)."""
     found = arrays.tensor("tokens", value)
     if found.dtype not in (torch.int64, torch.int32):
-        raise DataError("tokens must be an integer tensor", expected="torch.int64", got=found.dtype)
+        raise DataError(
+            "tokens must be an integer tensor", expected="torch.int64", got=found.dtype,
+            fix="give the sampler's token ids as whole numbers",
+        )  # fmt: skip
     fits = found.dim() == len(shape) and all(w is None or w == g for w, g in zip(shape, found.shape, strict=True))
     if not fits:
         raise DataError(
