@@ -16,19 +16,23 @@ from objectives import (
     DECLARED,
     FORMS,
     GATES,
+    MASKS,
     PAIRS,
     RATIOS,
     SURROGATES,
     answer,
+    built,
     gap_is_small,
     judged,
     presets,
     rl,
     step,
 )
+from steps import NAN, pictured, solve
 from torch import Tensor
 
 import megatron_pgloss as pg
+from megatron_pgloss.spec.surrogates import AnySurrogate
 from support.cover import paired, pairs, visited
 
 TOLERANCE = 1e-12
@@ -76,6 +80,22 @@ def test_every_surrogate_of_every_ratio(surrogate: str, ratio: str) -> None:
     assert float(agree(pg.LossSpec(components=[part], masks=[KEEP])).grad_T.abs().max()) > 1e-6
 
 
+@pytest.mark.parametrize("name", [name for name in built(AnySurrogate) if name != "Surrogate"])
+def test_every_surrogate_says_what_the_bound_took(name: str) -> None:
+    """d = 1.5 and -1.5, A of both signs, each in a row of one action, so that a unit is a token. The bound of 1 took
+    what is 0 under it and not under a bound of 20. (Of a user's function only whether it read the ratio is known.)"""
+    batch = pictured(
+        *["cA"] * 4, old_logprobs=-3.0, ref_logprobs=-2.0, advantages=[1.0, -1.0, 1.0, -1.0],
+        prompt_ids=[0, 0, 1, 1], sample_ids=list("abcd"), streams={"room": 0.2},
+    )  # fmt: skip
+    spec = pg.LossSpec(components=[rl(surrogate=SURROGATES[name])], log_ratio_bound=1.0)
+    logp = [-1.5, NAN, -1.5, NAN, -4.5, NAN, -4.5, NAN]
+    held, free = solve(batch, spec, logp), solve(batch, spec.replace(log_ratio_bound=20.0), logp)
+    took = float(((held.grad_T == 0) & (free.grad_T != 0)).sum()) / 4
+    said = held.metrics.get("rl/bounded", 0.0)
+    assert said == took, f"{name}: held_N is not where the bound took the gradient"
+
+
 @pytest.mark.parametrize("ratio", ["sequence_sum", "prefix", "own"])
 def test_a_declared_statistic_over_a_ratio_that_is_one_itself(ratio: str) -> None:
     """The mean of a sum is not the mean of what it is a sum of."""
@@ -113,6 +133,13 @@ def test_every_correction(name: str, count_rejected: bool, of: str) -> None:
     spec = pg.LossSpec(components=parts, corrections=[rule], masks=[KEEP])
     corrected, bare = agree(spec), answer(spec.replace(corrections=()))
     assert not torch.equal(corrected.grad_T, bare.grad_T)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask(name: str) -> None:
+    spec = pg.LossSpec(components=[rl(), pg.KL(coef=0.1), pg.CrossEntropy(coef=0.1)], masks=[MASKS[name]])
+    masked, bare = agree(spec), answer(spec.replace(masks=()))
+    assert not torch.equal(masked.grad_T, bare.grad_T)
 
 
 @pytest.mark.parametrize("count_rejected", [True, False])

@@ -1,0 +1,112 @@
+"""CONTRIBUTING.md, "How to add ...": each recipe is done in a copied tree, then with each piece left out in turn, and
+what was forgotten is named by a test. The changes stand in ``recipes.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from recipes import CHANGES, DOCS, Change, Forgotten
+
+ROOT = Path(__file__).resolve().parent.parent
+PIECES = [(name, piece) for name, change in CHANGES.items() for piece in change.forgotten]
+each = pytest.mark.parametrize("name", CHANGES)
+
+
+def copied(folder: Path, *changes: Change) -> Path:
+    """The package, its tests, docs and tools, with the changes made."""
+    ignore = shutil.ignore_patterns("__pycache__", ".*")
+    for part in ("megatron_pgloss", "tests", "docs", "tools"):
+        shutil.copytree(ROOT / part, folder / part, ignore=ignore)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    for change in changes:
+        for file, anchor, text in change.edits:
+            replaced(folder / file, anchor, text + anchor)
+    return folder
+
+
+def replaced(file: Path, old: str, new: str) -> None:
+    """Replace what occurs once."""
+    text = file.read_text(encoding="utf-8")
+    assert text.count(old) == 1, f"{file.name} has {text.count(old)} times: {old}"
+    file.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def ran(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), str(tree / "tests")])}
+    command = [sys.executable, "-B", *arguments]
+    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=250)
+
+
+def tested(tree: Path, *tests: str) -> tuple[set[str], set[str], str]:
+    """Tests that failed and that passed, by name, and all that was said."""
+    done = ran(tree, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "-q", *tests)
+    said = {word: set(re.findall(rf"^{word} (\S+::.+?)(?: - .*)?$", done.stdout, re.M)) for word in ("FAILED", "PASSED")}
+    return said["FAILED"], said["PASSED"], done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def trees(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One tree for each change, made whole, but for the pages that ``make_docs.py`` writes."""
+    return {name: copied(tmp_path_factory.mktemp("tree"), change) for name, change in CHANGES.items()}
+
+
+@each
+def test_a_recipe_touches_no_more_files_than_it_may(name: str) -> None:
+    """Beside tests, generated docs and the oracle's own copy."""
+    assert len(CHANGES[name].files) <= CHANGES[name].goal
+
+
+@each
+def test_the_page_names_the_tests_of_its_recipes(name: str) -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for piece in CHANGES[name].forgotten:
+        test = piece.test.split("::")[1].split("[")[0]
+        assert f"`{test}`" in page, f"CONTRIBUTING.md does not name {test}, which says that the {piece.piece} is missing"
+
+
+def test_all_recipes_apply_and_what_is_whole_is_green(tmp_path: Path) -> None:
+    """All changes in one tree; of the kinds, what names a missing piece."""
+    tree = copied(tmp_path, *CHANGES.values())
+    # Tests of refusals import Megatron, and tables of divisors are written by make_docs.py: both are for exhaustive runs.
+    tests = {piece.test for _, piece in PIECES if not re.search("refusals|is_shown", piece.test)}
+    failed, passed, said = tested(tree, *sorted(tests))
+    assert not failed and passed == tests, said[-3000:]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@each
+def test_a_whole_recipe_is_green_and_pages_are_asked_for(name: str, trees: dict[str, Path]) -> None:
+    """Before ``make_docs.py`` runs the pages are red, behind it everything is green."""
+    change, tree = CHANGES[name], trees[name]
+    pages = {f"{DOCS}::test_page_is_up_to_date[{page}]" for page in change.pages}
+    failed, _, said = tested(tree, *pages)
+    assert failed == pages and "run python tools/make_docs.py" in said, said[-3000:]
+    done = ran(tree, "tools/make_docs.py")
+    assert done.returncode == 0, done.stderr
+    tests = {piece.test for piece in change.forgotten} | pages
+    failed, passed, said = tested(tree, *sorted(tests))
+    assert not failed and passed == tests, said[-3000:]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "piece"), PIECES, ids=[f"{name}: {piece.piece}" for name, piece in PIECES]
+)
+def test_a_piece_that_was_left_out_is_named(name: str, piece: Forgotten, trees: dict[str, Path]) -> None:
+    file = trees[name] / piece.file
+    before = file.read_text(encoding="utf-8")
+    replaced(file, piece.cut, piece.put)
+    try:
+        failed, _, said = tested(trees[name], piece.test)
+    finally:
+        file.write_text(before, encoding="utf-8")
+    assert piece.says in said, said[-3000:]
+    assert failed == {piece.test}, said[-3000:]
