@@ -194,6 +194,14 @@ def test_the_oracle_knows_a_kind(family: str, kind: type[Kind]) -> None:
 STEP = oracle_data.Step.of([row("cA") | {"termination": "success", "masks": {"mine": [True, True]}}])
 
 
+@pytest.mark.parametrize(("family", "asks"), [("surrogates", surrogates.ASKS), ("gates", gates.ASKS)])
+def test_what_takes_a_statistic_over_a_unit_asks_for_it(family: str, asks: dict[str, Any]) -> None:
+    """A gate of the statistics pass gets its unit's there; a user's function asks by ``statistics=``."""
+    own = [kind for kind in kinds(FAMILIES[family]) if not issubclass(kind, Function)]
+    said = {name_of(kind) for kind in own if made(kind).statistic_unit and not made(kind).needs_statistics_pass}
+    assert said == set(asks), f"{sorted(said ^ set(asks))}: statistic_unit of the class and ASKS say different things"
+
+
 def test_a_metric_of_one_kind_is_named_there() -> None:
     """Both ways: in ``reports`` of a component, and a row of the table."""
     rich, names = RichStep(), {name for kind in kinds(FAMILIES["components"]) for name in made(kind).reports}

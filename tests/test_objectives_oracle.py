@@ -32,6 +32,7 @@ from steps import NAN, pictured, solve
 from torch import Tensor
 
 import megatron_pgloss as pg
+from megatron_pgloss.objective import surrogates
 from megatron_pgloss.spec.surrogates import AnySurrogate
 from support.cover import paired, pairs, visited
 
@@ -80,20 +81,38 @@ def test_every_surrogate_of_every_ratio(surrogate: str, ratio: str) -> None:
     assert float(agree(pg.LossSpec(components=[part], masks=[KEEP])).grad_T.abs().max()) > 1e-6
 
 
-@pytest.mark.parametrize("name", [name for name in built(AnySurrogate) if name != "Surrogate"])
-def test_every_surrogate_says_what_the_bound_took(name: str) -> None:
-    """d = 1.5 and -1.5, A of both signs, each in a row of one action, so that a unit is a token. The bound of 1 took
-    what is 0 under it and not under a bound of 20. (Of a user's function only whether it read the ratio is known.)"""
+ONES = [name for name, kind in built(AnySurrogate).items() if not isinstance(kind, pg.Surrogate)]
+"""Of a user's function nothing is known but whether it read the ratio."""
+
+
+def of_single_tokens(surrogate: str, advantages: list[float], bound: float = 20.0) -> Any:
+    """d = 1.5 and -1.5, twice, each in a row of one action, so that a unit is a token."""
     batch = pictured(
-        *["cA"] * 4, old_logprobs=-3.0, ref_logprobs=-2.0, advantages=[1.0, -1.0, 1.0, -1.0],
-        prompt_ids=[0, 0, 1, 1], sample_ids=list("abcd"), streams={"room": 0.2},
+        *["cA"] * 4, old_logprobs=-3.0, ref_logprobs=-2.0, advantages=advantages, prompt_ids=[0, 0, 1, 1],
+        sample_ids=list("abcd"), streams={"room": 0.2},
     )  # fmt: skip
-    spec = pg.LossSpec(components=[rl(surrogate=SURROGATES[name])], log_ratio_bound=1.0)
-    logp = [-1.5, NAN, -1.5, NAN, -4.5, NAN, -4.5, NAN]
-    held, free = solve(batch, spec, logp), solve(batch, spec.replace(log_ratio_bound=20.0), logp)
+    spec = pg.LossSpec(components=[rl(surrogate=SURROGATES[surrogate])], log_ratio_bound=bound)
+    return solve(batch, spec, [-1.5, NAN, -4.5, NAN, -1.5, NAN, -4.5, NAN])
+
+
+@pytest.mark.parametrize("name", ONES)
+def test_every_surrogate_says_what_the_bound_took(name: str) -> None:
+    """A of both signs on d of both signs. The bound of 1 took what is 0 under it and not under a bound of 20."""
+    signs = [1.0, 1.0, -1.0, -1.0]
+    held, free = of_single_tokens(name, signs, bound=1.0), of_single_tokens(name, signs)
     took = float(((held.grad_T == 0) & (free.grad_T != 0)).sum()) / 4
-    said = held.metrics.get("rl/bounded", 0.0)
-    assert said == took, f"{name}: held_N is not where the bound took the gradient"
+    assert held.metrics.get("rl/bounded", 0.0) == took, f"{name}: held_N is not where the bound took the gradient"
+
+
+@pytest.mark.parametrize("name", ONES)
+def test_every_surrogate_says_what_it_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``bounds``: whether its term says which bound decided; ``moves_at_zero_advantage``: whether A = 0 has a slope."""
+    part, seen = SURROGATES[name], []
+    term = surrogates.SURROGATES[part.kind]
+    monkeypatch.setitem(surrogates.SURROGATES, part.kind, lambda *x: seen.append(term(*x)) or seen[-1])
+    moved = bool(of_single_tokens(name, [0.0] * 4).grad_T.any())
+    assert part.bounds == (seen[0].clipped is not None), f"{name}: bounds is not whether bounds decide some tokens"
+    assert part.moves_at_zero_advantage == moved, f"{name}: moves_at_zero_advantage is not what a token of A = 0 does"
 
 
 @pytest.mark.parametrize("ratio", ["sequence_sum", "prefix", "own"])
