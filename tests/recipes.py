@@ -6,40 +6,10 @@ change again, the test that must go red, and what it must say.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from support.changes import PACKAGE as P
+from support.changes import Change, Forgotten
 
-P = "megatron_pgloss"
 KINDS, DOCS, ORACLE = "tests/test_kinds.py", "tests/test_docs_tables.py", "tests/test_objectives_oracle.py"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Forgotten:
-    """One piece that is left out."""
-
-    piece: str
-    file: str
-    cut: str
-    test: str
-    says: str
-    put: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """One recipe."""
-
-    goal: int
-    """Files to touch at most, beside tests, generated docs and the oracle's own copy."""
-    edits: tuple[tuple[str, str, str], ...]
-    """(file, anchor, what goes in front of it)."""
-    pages: tuple[str, ...]
-    """Generated pages that show it."""
-    forgotten: tuple[Forgotten, ...]
-
-    @property
-    def files(self) -> set[str]:
-        """Files of the package that are counted."""
-        return {file for file, _, _ in self.edits if file.startswith(P) and "/oracle/" not in file}
 
 
 def _kind(name: str, family: str, file: str, **cuts: tuple[str, str, str, str]) -> tuple[Forgotten, ...]:
@@ -124,8 +94,6 @@ SURROGATE = Change(
                   says="Softened: held_N is not where the bound took the gradient"),
         Forgotten(piece="right formula", file=_ARITHMETIC, cut="(part.lam * x.ratio).log1p()", put="x.ratio.log1p()",
                   test=_OF_EVERY_RATIO, says="AssertionError"),
-        Forgotten(piece="class", file=_MOVING, cut=_SOFT, test=f"{KINDS}::test_no_entry_stands_for_nothing",
-                  says="objective/surrogates.py: SURROGATES has ['softened'], which are no kinds"),
         Forgotten(piece="public name of the test", file=_API, cut="Softened ",
                   test=f"{_API}::test_public_api_is_frozen", says="Softened"),
     ),
@@ -139,10 +107,10 @@ _READ = '''    @classmethod
         return cls() if word == "log" else None
 
 '''
-_STR = '''    def __str__(self) -> str:
+_STR = """    def __str__(self) -> str:
         return "log"
 
-'''
+"""
 _OF = '''    def of(self, count: Any) -> Any:
         """``log(1 + count)``."""
         return math.log1p(count) if isinstance(count, float) else count.log1p()
@@ -174,7 +142,8 @@ DIVISOR = Change(
          + _FORMS + _EXAMPLES + "\n" + _READ + _STR + _OF + _PLAIN + _TEX),
         (_AVERAGE, '    if divisor == "avg":', '    if divisor == "log":\n        return Level(unit, log=True)\n'),
         (_AVERAGE, "    batch_mean: bool = False", "    log: bool = False\n"),
-        (_AVERAGE, "        if level.batch_mean:", "        if level.log:\n            return total / math.log1p(own)\n"),
+        (_AVERAGE, "        if level.batch_mean:",
+         "        if level.log:\n            return total / math.log1p(own)\n"),
         (_AVERAGE, "import re\n", "import math\n"),
     ),
     pages=("normalization.md",),
@@ -256,8 +225,8 @@ MASK = Change(
             oracle=('"drop_negative", ', "", "test_the_oracle_knows_a_kind",
                     "DropNegative has no entry in the oracle, verify/oracle/sets.py"),
         ),
-        Forgotten(piece="right tokens", file=f"{P}/rules/masks.py", cut='["advantages"] < 0', put='["advantages"] <= 0.3',
-                  test=_TAKES, says="AssertionError"),
+        Forgotten(piece="right tokens", file=f"{P}/rules/masks.py", cut='["advantages"] < 0',
+                  put='["advantages"] <= 0.3', test=_TAKES, says="AssertionError"),
         Forgotten(piece="oracle's tokens", file=_SETS, test=_TAKES, says="AssertionError",
                   cut='    if kind == "drop_negative":\n        negative_T = step.stream("advantages") < 0\n'
                   '        return negative_T if on is not None else negative_T & step.flags("action")\n'),
@@ -266,10 +235,10 @@ MASK = Change(
     ),
 )  # fmt: skip
 
-_ROW = '''    scores: Annotated[Floats | None, StreamSpec(
+_ROW = """    scores: Annotated[Floats | None, StreamSpec(
         name="score", dtype="float", fill=0.5, help="how well the token was judged",
     )]
-'''
+"""
 _CASE = '    "score": ([9.0, 1.0, 2.0, 9.0, 3.0], [1.0, 2.0, 0.5, 3.0, 0.5]),\n'
 _TABLE = "tests/test_stream_table.py"
 STREAM = Change(
@@ -290,13 +259,13 @@ STREAM = Change(
     ),
 )  # fmt: skip
 
-_MODE = '''    Refusal(
+_MODE = """    Refusal(
         mode="residual connections in float32",
         found=conditions.flag("fp32_residual_connection"),
         reason="it is refused by a test",
         fix="fp32_residual_connection=False",
     ),
-'''
+"""
 _MODE_CASE = '    "residual connections in float32": (Job(), setting(fp32_residual_connection=True)),\n'
 _REFUSALS = "tests/test_refusals.py"
 MODE = Change(

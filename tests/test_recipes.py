@@ -9,16 +9,20 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
-from recipes import CHANGES, DOCS, KINDS, Change, Forgotten
+from recipes import CHANGES, DOCS, KINDS
+
+from support.changes import Change
 
 ROOT = Path(__file__).resolve().parent.parent
 PIECES = [(name, piece) for name, change in CHANGES.items() for piece in change.forgotten]
 QUICK = (KINDS, "tests/test_api.py", "tests/test_stream_table.py")
 SHOWN = f"{KINDS}::test_every_kind_of_divisor_is_shown"
 """It reads pages that only ``make_docs.py`` brings up to date."""
+TURNS = [[piece for piece in turn if piece] for turn in zip_longest(*(c.forgotten for c in CHANGES.values()))]
 each = pytest.mark.parametrize("name", CHANGES)
 
 
@@ -50,14 +54,16 @@ def ran(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def tested(tree: Path, *tests: str) -> tuple[set[str], set[str], str]:
     """Tests that failed and that passed, by name, and all that was said."""
     done = ran(tree, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "-q", *tests)
-    said = {word: set(re.findall(rf"^{word} (\S+::.+?)(?: - .*)?$", done.stdout, re.M)) for word in ("FAILED", "PASSED")}
-    return said["FAILED"], said["PASSED"], done.stdout + done.stderr
+    failed, passed = (
+        set(re.findall(rf"^{word} (\S+::.+?)(?: - .*)?$", done.stdout, re.M)) for word in ("FAILED", "PASSED")
+    )
+    return failed, passed, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
-def trees(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One tree for each change, made whole, but for the pages that ``make_docs.py`` writes."""
-    return {name: copied(tmp_path_factory.mktemp("tree"), change) for name, change in CHANGES.items()}
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All changes, made whole, but for the pages that ``make_docs.py`` writes."""
+    return copied(tmp_path_factory.mktemp("tree"), *CHANGES.values())
 
 
 @each
@@ -71,12 +77,11 @@ def test_the_page_names_the_tests_of_its_recipes(name: str) -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     for piece in CHANGES[name].forgotten:
         test = piece.test.split("::")[1].split("[")[0]
-        assert f"`{test}`" in page, f"CONTRIBUTING.md does not name {test}, which says that the {piece.piece} is missing"
+        assert f"`{test}`" in page, f"CONTRIBUTING.md does not name {test}, which misses the {piece.piece}"
 
 
-def test_all_recipes_fit_into_one_tree_and_what_is_whole_is_green(tmp_path: Path) -> None:
+def test_all_recipes_fit_into_one_tree_and_what_is_whole_is_green(tree: Path) -> None:
     """Of what names a missing piece, the quick tests; an exhaustive run has all of them."""
-    tree = copied(tmp_path, *CHANGES.values())
     tests = {piece.test for _, piece in PIECES if piece.test.split("::")[0] in QUICK} - {SHOWN}
     failed, passed, said = tested(tree, *sorted(tests))
     assert len(tests) > 10 and not failed and passed == tests, said[-3000:]
@@ -84,31 +89,30 @@ def test_all_recipes_fit_into_one_tree_and_what_is_whole_is_green(tmp_path: Path
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@each
-def test_a_whole_recipe_is_green_and_pages_are_asked_for(name: str, trees: dict[str, Path]) -> None:
+def test_pages_are_asked_for_and_then_everything_is_green(tree: Path, tmp_path: Path) -> None:
     """Before ``make_docs.py`` runs the pages are red, behind it everything is green."""
-    change, tree = CHANGES[name], trees[name]
-    pages = {f"{DOCS}::test_page_is_up_to_date[{page}]" for page in change.pages}
-    failed, _, said = tested(tree, *pages)
+    whole = tmp_path / "whole"
+    shutil.copytree(tree, whole)
+    pages = {f"{DOCS}::test_page_is_up_to_date[{page}]" for change in CHANGES.values() for page in change.pages}
+    failed, _, said = tested(whole, *sorted(pages))
     assert failed == pages and "run python tools/make_docs.py" in said, said[-3000:]
-    done = ran(tree, "tools/make_docs.py")
+    done = ran(whole, "tools/make_docs.py")
     assert done.returncode == 0, done.stderr
-    tests = {piece.test for piece in change.forgotten} | pages
-    failed, passed, said = tested(tree, *sorted(tests))
+    tests = {piece.test for _, piece in PIECES} | pages
+    failed, passed, said = tested(whole, *sorted(tests))
     assert not failed and passed == tests, said[-3000:]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("name", "piece"), PIECES, ids=[f"{name}: {piece.piece}" for name, piece in PIECES]
-)
-def test_a_piece_that_was_left_out_is_named(name: str, piece: Forgotten, trees: dict[str, Path]) -> None:
-    file = trees[name] / piece.file
-    before = file.read_text(encoding="utf-8")
-    replaced(file, piece.cut, piece.put)
-    try:
-        failed, _, said = tested(trees[name], piece.test)
-    finally:
-        file.write_text(before, encoding="utf-8")
-    assert piece.says in said, said[-3000:]
-    assert failed == {piece.test}, said[-3000:]
+@pytest.mark.parametrize("turn", range(len(TURNS)))
+def test_each_piece_that_was_left_out_is_named(turn: int, tree: Path, tmp_path: Path) -> None:
+    """One piece of each change at a time: the changes do not know of each other."""
+    lacking = tmp_path / "lacking"
+    shutil.copytree(tree, lacking)
+    for piece in TURNS[turn]:
+        replaced(lacking / piece.file, piece.cut, piece.put)
+    tests = {piece.test for piece in TURNS[turn]}
+    failed, _, said = tested(lacking, *sorted(tests))
+    assert failed == tests, said[-3000:]
+    for piece in TURNS[turn]:
+        assert piece.says in said, f"{piece.piece}: {piece.says!r} is not in {said[-3000:]}"
