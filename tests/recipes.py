@@ -176,7 +176,7 @@ METRIC = Change(
 _DROP_DOC = '    """Take tokens whose advantage is negative out of components (made for a test)."""\n\n'
 _DROP_READS = '''    @property
     def reads(self) -> tuple[str, ...]:
-        """The advantages."""
+        """The advantages, for their sign."""
         return ("advantages",)
 
 '''
