@@ -51,7 +51,7 @@ def ran(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=250)
 
 
-def tested(tree: Path, *tests: str) -> tuple[set[str], set[str], str]:
+def verdicts(tree: Path, *tests: str) -> tuple[set[str], set[str], str]:
     """Tests that failed and that passed, by name, and all that was said."""
     done = ran(tree, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "-q", *tests)
     failed, passed = (
@@ -83,7 +83,7 @@ def test_the_page_names_the_tests_of_its_recipes(name: str) -> None:
 def test_all_recipes_fit_into_one_tree_and_what_is_whole_is_green(tree: Path) -> None:
     """Of what names a missing piece, the quick tests; an exhaustive run has all of them."""
     tests = {piece.test for _, piece in PIECES if piece.test.split("::")[0] in QUICK} - {SHOWN}
-    failed, passed, said = tested(tree, *sorted(tests))
+    failed, passed, said = verdicts(tree, *sorted(tests))
     assert len(tests) > 10 and not failed and passed == tests, said[-3000:]
 
 
@@ -94,12 +94,12 @@ def test_pages_are_asked_for_and_then_everything_is_green(tree: Path, tmp_path: 
     whole = tmp_path / "whole"
     shutil.copytree(tree, whole)
     pages = {f"{DOCS}::test_page_is_up_to_date[{page}]" for change in CHANGES.values() for page in change.pages}
-    failed, _, said = tested(whole, *sorted(pages))
+    failed, _, said = verdicts(whole, *sorted(pages))
     assert failed == pages and "run python tools/make_docs.py" in said, said[-3000:]
     done = ran(whole, "tools/make_docs.py")
     assert done.returncode == 0, done.stderr
     tests = {piece.test for _, piece in PIECES} | pages
-    failed, passed, said = tested(whole, *sorted(tests))
+    failed, passed, said = verdicts(whole, *sorted(tests))
     assert not failed and passed == tests, said[-3000:]
 
 
@@ -112,7 +112,7 @@ def test_each_piece_that_was_left_out_is_named(turn: int, tree: Path, tmp_path: 
     for piece in TURNS[turn]:
         replaced(lacking / piece.file, piece.cut, piece.put)
     tests = {piece.test for piece in TURNS[turn]}
-    failed, _, said = tested(lacking, *sorted(tests))
+    failed, _, said = verdicts(lacking, *sorted(tests))
     assert failed == tests, said[-3000:]
     for piece in TURNS[turn]:
         assert piece.says in said, f"{piece.piece}: {piece.says!r} is not in {said[-3000:]}"
