@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron_pgloss.objective import auxiliary, decisions, surrogates
 from megatron_pgloss.rules import corrections, gates, masks
 from megatron_pgloss.spec import FAMILIES, LEVELS, Kind, kinds, latex, parse
 from megatron_pgloss.spec.divisors import DIVISORS, Divisor
+from megatron_pgloss.spec.functions import Function
 from megatron_pgloss.spec.kinds import name_of
 from megatron_pgloss.spec.rule import Rule
 from megatron_pgloss.verify.oracle import gates as oracle_gates
@@ -29,6 +31,7 @@ from megatron_pgloss.verify.oracle import sets as oracle_sets
 from megatron_pgloss.verify.oracle import step as oracle_data
 from megatron_pgloss.verify.oracle import surrogates as oracle_surrogates
 from support.oracle_cases import row, weights
+from support.steps import pictured, solve
 
 ROOT = Path(__file__).resolve().parent.parent
 ALL = [(family, kind) for family, base in FAMILIES.items() for kind in kinds(base)]
@@ -143,6 +146,32 @@ def test_a_kind_has_arithmetic(family: str, kind: type[Kind]) -> None:
         assert name_of(kind) in table, f"{kind.__name__} has no arithmetic in {where}"
 
 
+LEAN = [
+    (family, kind) for family, kind in ALL if not issubclass(kind, Function) and kind is not pg.TopKDistill
+]  # fmt: skip
+"""Kinds that can be tried on a batch of what they read. A user's own says it by ``needs=``
+(tests/test_user_streams.py), and top-k log-probs of the policy come out of a model."""
+
+
+@pytest.mark.parametrize(("family", "kind"), LEAN, ids=[f"{family} {kind.__name__}" for family, kind in LEAN])
+def test_a_kind_reads_what_it_says(family: str, kind: type[Kind]) -> None:
+    """On a batch of nothing but what the spec says that it reads; a rule acts on a loss that reads nothing itself."""
+    spec, names = whole(kind), {name: f"{name}_logprobs" for name in ("old", "rollout", "ref")}
+    if issubclass(kind, Rule):
+        spec = spec.replace(components=[pg.PolicyGradient(surrogate=pg.NLL(), ratio="none")])
+    fields = {"terminations": ["success"], "sample_ids": ["a"], "versions": torch.tensor([3] * 4)}
+    given = {name: fields[name] for name in spec.field_readers} | {names.get(x, x): -1.5 for x in spec.readers}
+    batch = pictured("cAAo", masks={"mine": [True] * 4}, prompt_ids=["a"], **given)
+    read = {*spec.readers, *spec.field_readers}
+    lean = replace(batch, streams={name: value for name, value in batch.streams.items() if name in read})
+    try:
+        solve(lean, spec, [-1.0, -2.0, -3.0, math.nan], [0.5] * 4, value=[0.5] * 4, version=3)
+    except (KeyError, pg.DataError) as error:
+        if isinstance(error, KeyError) and error.args[0] not in (*names, "advantages", "values", "returns"):
+            raise  # not a stream
+        pytest.fail(f"{kind.__name__} reads what its reads do not name: {error}")
+
+
 @pytest.mark.parametrize("kind", kinds(FAMILIES["gates"]), ids=lambda kind: kind.__name__)
 def test_a_gate_has_a_metric(kind: type[Kind]) -> None:
     name = f"gate_{name_of(kind)}"
@@ -165,6 +194,41 @@ def test_the_oracle_knows_a_kind(family: str, kind: type[Kind]) -> None:
 
 
 STEP = oracle_data.Step.of([row("cA") | {"termination": "success", "masks": {"mine": [True, True]}}])
+
+
+@pytest.mark.parametrize(("family", "asks"), [("surrogates", surrogates.ASKS), ("gates", gates.ASKS)])
+def test_what_takes_a_statistic_over_a_unit_asks_for_it(family: str, asks: dict[str, Any]) -> None:
+    """A gate of the statistics pass gets its unit's there; a user's function asks by ``statistics=``."""
+    own = [kind for kind in kinds(FAMILIES[family]) if not issubclass(kind, Function)]
+    said = {name_of(kind) for kind in own if made(kind).statistic_unit and not made(kind).needs_statistics_pass}
+    assert said == set(asks), f"{sorted(said ^ set(asks))}: statistic_unit of the class and ASKS say different things"
+
+
+def test_a_metric_of_one_kind_is_named_there() -> None:
+    """Both ways: in ``reports`` of a component, and a row of the table."""
+    rich, names = RichStep(), {name for kind in kinds(FAMILIES["components"]) for name in made(kind).reports}
+    assert names <= {row.suffix for row in METRICS}, f"METRICS has no rows for {names - {m.suffix for m in METRICS}}"
+    bare = [row.suffix for row in METRICS if not any(row.when(part, rich) for part in PARTS)]
+    assert bare == [], f"no component has the metrics {bare}: name them in its kind's reports"
+
+
+PARTS = [made(kind) for kind in kinds(FAMILIES["components"])] + [pg.PolicyGradient(ratio="sequence")]
+
+
+class RichStep:
+    """A step in which everything that is not asked of the component is so."""
+
+    streams = frozenset({"rollout", "ref"})
+    entropy = kept = samplers_old = True
+
+    def weighs(self, part: Any) -> bool:
+        return True
+
+    def rejects(self, part: Any) -> bool:
+        return True
+
+    def gated(self, part: Any, kind: str) -> bool:
+        return True
 
 
 def test_no_entry_stands_for_nothing() -> None:
@@ -218,6 +282,7 @@ def test_every_kind_of_divisor_is_shown() -> None:
     text = (ROOT / "docs" / "normalization.md").read_text(encoding="utf-8")
     for kind in DIVISORS:
         assert kind.examples, f"{kind.__name__} has no examples"
+        assert kind.forms, f"{kind.__name__} has no forms"
         for form, meaning in kind.forms:
             assert f"| {form} | {meaning} |" in text, f"{kind.__name__} has no row in docs/normalization.md"
 

@@ -14,22 +14,27 @@ import torch
 from torch import Tensor
 
 import megatron_pgloss as pg
+from megatron_pgloss.objective import surrogates
+from megatron_pgloss.spec.surrogates import AnySurrogate
 from support.cover import paired, pairs, visited
 from support.objectives import (
     CORRECTIONS,
     DECLARED,
     FORMS,
     GATES,
+    MASKS,
     PAIRS,
     RATIOS,
     SURROGATES,
     answer,
+    built,
     gap_is_small,
     judged,
     presets,
     rl,
     step,
 )
+from support.steps import NAN, pictured, solve
 
 TOLERANCE = 1e-12
 KEEP = pg.UserMask(name="keep")
@@ -76,6 +81,40 @@ def test_every_surrogate_of_every_ratio(surrogate: str, ratio: str) -> None:
     assert float(agree(pg.LossSpec(components=[part], masks=[KEEP])).grad_T.abs().max()) > 1e-6
 
 
+ONES = [name for name, kind in built(AnySurrogate).items() if not isinstance(kind, pg.Surrogate)]
+"""Of a user's function nothing is known but whether it read the ratio."""
+
+
+def of_single_tokens(surrogate: str, advantages: list[float], bound: float = 20.0) -> Any:
+    """d = 1.5 and -1.5, twice, each in a row of one action, so that a unit is a token."""
+    batch = pictured(
+        *["cA"] * 4, old_logprobs=-3.0, ref_logprobs=-2.0, advantages=advantages, prompt_ids=[0, 0, 1, 1],
+        sample_ids=list("abcd"), streams={"room": 0.2},
+    )  # fmt: skip
+    spec = pg.LossSpec(components=[rl(surrogate=SURROGATES[surrogate])], log_ratio_bound=bound)
+    return solve(batch, spec, [-1.5, NAN, -4.5, NAN, -1.5, NAN, -4.5, NAN])
+
+
+@pytest.mark.parametrize("name", ONES)
+def test_every_surrogate_says_what_the_bound_took(name: str) -> None:
+    """A of both signs on d of both signs. The bound of 1 took what is 0 under it and not under a bound of 20."""
+    signs = [1.0, 1.0, -1.0, -1.0]
+    held, free = of_single_tokens(name, signs, bound=1.0), of_single_tokens(name, signs)
+    took = float(((held.grad_T == 0) & (free.grad_T != 0)).sum()) / 4
+    assert held.metrics.get("rl/bounded", 0.0) == took, f"{name}: held_N is not where the bound took the gradient"
+
+
+@pytest.mark.parametrize("name", ONES)
+def test_every_surrogate_says_what_it_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``bounds``: whether its term says which bound decided; ``moves_at_zero_advantage``: whether A = 0 has a slope."""
+    part, seen = SURROGATES[name], []
+    term = surrogates.SURROGATES[part.kind]
+    monkeypatch.setitem(surrogates.SURROGATES, part.kind, lambda *x: seen.append(term(*x)) or seen[-1])
+    moved = bool(of_single_tokens(name, [0.0] * 4).grad_T.any())
+    assert part.bounds == (seen[0].clipped is not None), f"{name}: bounds is not whether bounds decide some tokens"
+    assert part.moves_at_zero_advantage == moved, f"{name}: moves_at_zero_advantage is not what a token of A = 0 does"
+
+
 @pytest.mark.parametrize("ratio", ["sequence_sum", "prefix", "own"])
 def test_a_declared_statistic_over_a_ratio_that_is_one_itself(ratio: str) -> None:
     """The mean of a sum is not the mean of what it is a sum of."""
@@ -113,6 +152,13 @@ def test_every_correction(name: str, count_rejected: bool, of: str) -> None:
     spec = pg.LossSpec(components=parts, corrections=[rule], masks=[KEEP])
     corrected, bare = agree(spec), answer(spec.replace(corrections=()))
     assert not torch.equal(corrected.grad_T, bare.grad_T)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask(name: str) -> None:
+    spec = pg.LossSpec(components=[rl(), pg.KL(coef=0.1), pg.CrossEntropy(coef=0.1)], masks=[MASKS[name]])
+    masked, bare = agree(spec), answer(spec.replace(masks=()))
+    assert not torch.equal(masked.grad_T, bare.grad_T)
 
 
 @pytest.mark.parametrize("count_rejected", [True, False])

@@ -40,7 +40,7 @@ class Divisor:
         raise NotImplementedError(f"{type(self).__name__} cannot be written")
 
     def of(self, count: Any) -> Any:
-        """The number to divide by.
+        """The number to divide by: a float for a float, a tensor for a tensor.
 
         Args:
             count: what it `reads`, never 0: a float, or float64 [units above].

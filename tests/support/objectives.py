@@ -15,6 +15,7 @@ from torch import Tensor
 import megatron_pgloss as pg
 from megatron_pgloss.spec.corrections import Correction
 from megatron_pgloss.spec.gates import AnyGate
+from megatron_pgloss.spec.masks import Mask
 from megatron_pgloss.spec.ratios import SHORT
 from megatron_pgloss.spec.surrogates import AnySurrogate
 from megatron_pgloss.verify.oracle import oracle_loss
@@ -81,6 +82,7 @@ ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "Gate": ((agreeing,), {}),
     "GMPO": ((), {"low": 0.2, "high": 0.2}),
     "FIPO": ((), {"half_life": 4.0, "safe_ratio": 1.2, "delta": 1.5}),
+    "UserMask": ((), {"name": "keep"}),
 }
 
 
@@ -141,6 +143,7 @@ CORRECTIONS: dict[str, Any] = built(Correction) | {
     "stale sequences": pg.spec.Staleness(max_lag=5, level="sequence"),
     "stale turns": pg.spec.Staleness(max_lag=4, level="turn"),
 }
+MASKS: dict[str, Any] = built(Mask)
 GATES: dict[str, Any] = built(AnyGate) | {
     "TV on both sides": pg.spec.TVGate(low=0.03, high=0.02, sides="both"),
     "TV to old, one side": pg.spec.TVGate(low=None, high=0.02, base="old"),
