@@ -6,6 +6,7 @@ One world of two processes on small layouts; made-up streams, for nothing here i
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -110,6 +111,28 @@ def ended(job: Job, chunks: list[Any], where: Any, rows: list[Any], rule: str, o
     }
 
 
+def forgotten(job: Job, chunks: list[Any], where: Any, rows: list[Any]) -> dict[str, Any]:
+    """A step that is left without `finish`, one that is closed, and a schedule on a model that is not the step's."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("megatron_pgloss.megatron.step")
+    log.addHandler(handler)
+    step, seen = made(chunks, pg.Split(sequences=2)), {}
+    for name, leave in (("fresh", None), ("forgotten", None), ("closed", step.close), ("finished", step.finish)):
+        step.begin(batches(job, where, rows))
+        seen[name], said[:] = list(said), []
+        losses = jobs.run_schedule(step, chunks)
+        if leave is not None:
+            leave(losses) if leave == step.finish else leave()
+    step.begin(batches(job, where, rows))
+    seen["at the end"] = list(said)
+    seen["stranger"] = outcome(lambda: step.forward_step(step.data_iterator(), torch.nn.Linear(1, 1)))[:2]
+    step.close()
+    log.removeHandler(handler)
+    return seen
+
+
 def tour(rank: int, world: int) -> dict[str, Any]:
     layouts.quiet()
     rows = jobs.rows_of_step(0, max_length=LONGEST)
@@ -146,6 +169,7 @@ def tour(rank: int, world: int) -> dict[str, Any]:
     chunks, where = jobs.build(job)
     found["fresh"] = fresh(chunks, rows, rank)
     found["scores"] = ways_to_score(chunks, batches(job, where, rows))
+    found["forgotten"] = forgotten(job, chunks, where, rows)
     for case in ENDS:
         found["ended", case] = ended(job, chunks, where, rows, *case)
     layouts.leave(chunks)
@@ -233,6 +257,18 @@ def test_scores_are_the_same_however_the_model_is_handed_over(found: Any) -> Non
         assert any(bool(stream.any()) for stream in own)
         for other in others:
             assert all(torch.equal(one, two) for one, two in zip(own, other, strict=True))
+
+
+@pytest.mark.multiproc
+def test_a_step_that_was_left_without_finish_is_said_so_and_a_strange_model_is_refused(found: Any) -> None:
+    for seen in (by_rank["forgotten"] for by_rank in found):
+        # What is said at a begin is about the step before: the one named "fresh" was forgotten, then "forgotten" too.
+        assert not seen["fresh"] and not seen["finished"] and not seen["at the end"]
+        for name in ("forgotten", "closed"):
+            (text,) = seen[name]
+            assert "left without finish" in text and "step.close()" in text
+        kind, text = seen["stranger"]
+        assert kind == "DataError" and "not the step's" in text and "got Linear" in text
 
 
 @pytest.mark.multiproc

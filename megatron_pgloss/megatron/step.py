@@ -4,10 +4,12 @@ micro-batch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_pgloss.errors import Caught, DataError, SpecError
@@ -23,6 +25,8 @@ from megatron_pgloss.objective.measure import names
 from megatron_pgloss.planning import MicroBatch, Plan, Split
 from megatron_pgloss.rollouts import TokenBatch, broken
 from megatron_pgloss.spec import LossSpec
+
+_LOG = logging.getLogger(__name__)
 
 
 class PolicyLossStep(Runtime):
@@ -113,6 +117,11 @@ class PolicyLossStep(Runtime):
         Raises:
             PGLossError: the same on every rank.
         """
+        if self._plan is not None and self._plan.ledger.updated:
+            _LOG.warning(
+                "begin: the step before it was left without finish, so its losses and gradients were not looked at. "
+                "Call step.finish(losses) before the optimizer steps, or step.close() where a step is given up."
+            )
         self._close()
         with Caught() as here:
             self.look_again()
@@ -200,6 +209,13 @@ class PolicyLossStep(Runtime):
         return_schedule_plan: bool = False,
     ) -> tuple[Any, Callable[..., Any]]:
         """Megatron's ``forward_step_func``: run the model on the next micro-batch and hand over its loss function."""
+        if not any(unwrap_model(model) is unwrap_model(chunk) for chunk in self.chunks):
+            raise DataError(
+                "forward_step got a model that is not the step's: its gradients would go where finish does not look",
+                expected="a chunk of the model that the step was made of",
+                got=type(unwrap_model(model)).__name__,
+                fix="hand the schedule the same model, or score another one by step.score(batches, MODEL, into=...)",
+            )
         micro = next(data_iterator)
         with self.watch.during("forward", micro.number, then="schedule"):
             return self.run_model(micro, model), self.loss_func(micro)
