@@ -23,7 +23,7 @@ from support.steps import solve
 
 NOW = objectives.NOW
 TOLERANCE = 1e-10
-"""Of loss and gradients, against the largest entry: the float64 tolerance of the project."""
+"""Of gradients against the largest entry, of the loss against the sum of its absolute summands: the float64 tolerance of the project."""
 UNITS = ("prompt", "episode", "sequence", "turn")
 DIVISORS = ("", "/7", "/0.5", "/sqrt", "/pow(0.3)", "/avg")
 SCALES = (0.0, 1e-3, 0.25, 0.25, 1.0, 6.0, 15.0, 40.0)
@@ -188,8 +188,13 @@ def _judged(spec: pg.LossSpec, rows: list[Row], says: Any, mine: Any, order: lis
     loss = found["loss"]
     if loss.requires_grad:
         loss.backward()
-    size = max([abs(float(loss.detach())), *(abs(float(x.detach())) for x in found["components"].values()), 1e-9])
-    pairs = {"loss": (torch.tensor(mine.loss, dtype=torch.float64), loss.detach(), size)}
+    # The rounding of a sum goes with its summands, which may cancel.
+    size = sum(
+        abs(part.coef) * float((weight * value).abs().sum())
+        for part in spec.components
+        for weight, value in zip(found["weights"][part.name], found["token_losses"][part.name], strict=True)
+    )
+    pairs = {"loss": (torch.tensor(mine.loss, dtype=torch.float64), loss.detach(), max(size, 1e-9))}
     for name, got in (("logp", mine.grad_T), ("entropy", mine.entropy_grad_T), ("value", mine.value_grad_T)):
         parts = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves[name]]
         want = objectives.aligned([parts[i] for i in order], 0.0)
