@@ -335,6 +335,8 @@ def _rank(rank: int, size: int, folder: str, timeout: float, fn: Callable, args:
     part = Path(folder) / f"{rank}.part"
     part.write_bytes(pickle.dumps((time.time(), error, value, usage, lines.end() if lines else set())))
     part.rename(part.with_suffix(".pkl"))
+    for child in mp.active_children():  # Megatron's writer of checkpoints would outlive us
+        child.kill()
     sys.stdout.flush()
     sys.stderr.flush()
     # Not by way of exit handlers: those are the warm process's, and threads of gloo may still be there.
