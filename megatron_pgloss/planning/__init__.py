@@ -1,4 +1,4 @@
-"""Before the first forward pass: masks, normalisers, agreement of all ranks, micro-batches."""
+"""What a step settles before its first forward pass: masks, normalisers, the agreement of all ranks, micro-batches."""
 
 from megatron_pgloss.planning.agreement import Ranks
 from megatron_pgloss.planning.arrangement import Arrangement

@@ -1,7 +1,8 @@
 """The plan's collective: one fixed-size row from every rank, so that all ranks know the same and fail alike.
 
-A row is 128 int64 (1 KiB), floats bit-cast: a head of fixed slots, then either the counts of every component or, where
-the rank has a fault, the error itself. Every rank reduces the rows in rank order, so the result is bit-identical.
+A row is 128 int64 (1 KiB; floats travel as their bits): a head of fixed slots, then either the counts of every
+component or, where the rank has a fault, the error itself. Every rank reduces the rows in rank order, so the result is
+bit-identical.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def raise_agreed(rows: Tensor, options: str = PLAN) -> None:
 
     Args:
         rows: int64 [world, ROW].
-        options: what ``setup`` is made of.
+        options: what ``setup`` is a hash of, in words for the error.
 
     Raises:
         PGLossError: the first faulty rank's error, or a disagreement on spec, version, streams or a replica's batch.
@@ -168,7 +169,9 @@ OPTIONAL = (*streams.OPTIONAL, "prompt_ids", "episode_ids", "sample_ids", "termi
 
 
 def presence(batch: Any) -> int:
-    """Bits of `OPTIONAL` present in the batch, and above them a hash of its weights', masks' and own streams' names."""
+    """A bit for each of `OPTIONAL` that the batch has; above them a hash of the names of its weights, masks and the
+    caller's own streams.
+    """
     bits = 0
     for bit, name in enumerate(OPTIONAL):
         there = name in batch.streams or getattr(batch, name, None) is not None
@@ -180,7 +183,7 @@ def presence(batch: Any) -> int:
 
 def digest(*parts: Any) -> int:
     """A 62-bit hash of bytes, or of arrays of bytes."""
-    state = hashlib.sha1(usedforsecurity=False)  # the fastest there is where processors help it
+    state = hashlib.sha1(usedforsecurity=False)  # hashlib's fastest on processors with instructions for it
     for part in parts:
         state.update(part)
     return int.from_bytes(state.digest()[:8], "big") >> 2
@@ -213,7 +216,7 @@ def _unpack(row: Tensor, faulty: list[int]) -> PGLossError:
 
 
 def error_code(error: PGLossError) -> int:
-    """The number that a row carries for an error's type: 0 is none."""
+    """The number that a row carries for an error's type; 0 stands for no error."""
     name = type(error).__name__
     return 1 + sorted(KINDS).index(name if name in KINDS else PGLossError.__name__)
 

@@ -18,13 +18,13 @@ class Arrangement:
     """How rows are laid out for the model."""
 
     multiple: int = 1
-    """Row widths (padded) or sequence lengths (packed) are rounded up to this."""
+    """Row widths (padded) or sequence lengths (packed) are rounded up to a multiple of this."""
     fixed: bool = False
     """All micro-batches of all ranks have one shape (pipelines without variable sequence lengths)."""
     left: bool = False
     """Rows begin at column 0 whatever the caller's padding was."""
     agreed: str = ""
-    """Options of the caller's that all ranks must have in common."""
+    """The caller's options that must be the same on all ranks, as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Source:
 def padded(
     number: int, rows: list[int], source: Source, *, width: int, height: int, device: torch.device
 ) -> MicroBatch:
-    """Rows ``rows`` as a right- or caller-padded matrix of ``height`` rows."""
+    """Rows ``rows`` as a matrix of ``height`` rows, padded on the right or as the caller padded them."""
     batch, left = source.batch, source.arrangement.left
     first_B1, start_B1, length_B1 = torch.zeros(3, height, 1, dtype=torch.int64)
     if rows:
@@ -77,7 +77,7 @@ def packed(number: int, rows: list[int], source: Source, *, width: int | None, d
         cu.append(cu[-1] + size)
     rest = (width if width is not None else max(cu[-1], multiple)) - cu[-1]
     if rest:
-        # What is left over is a document of padding: causal attention keeps it apart from the others.
+        # The positions left over are a document of padding: causal attention keeps it apart from the others.
         index.append(torch.full((rest,), -1))
         seq.append(torch.full((rest,), -1))
         position.append(torch.arange(rest))
@@ -107,7 +107,7 @@ def _finish(
 ) -> MicroBatch:  # fmt: skip
     turn_N, turns = torch.full_like(index_N, -1), 0
     if rows and source.shared.table["turn"].numel():
-        # A row's turns have consecutive numbers, and here all its tokens: they only begin elsewhere.
+        # A row's turns have consecutive numbers, and the row is here as a whole, so its numbers only shift.
         assert source.units is not None
         begin_S1 = source.units.first_turn_S1
         row_B = torch.tensor(rows)

@@ -21,7 +21,7 @@ class Carried(Caught):
         """int64 [world, ROW]: the rows of all ranks, on which they agree.
 
         Args:
-            options: what ``setup`` of the rows is made of, for errors.
+            options: what ``setup`` of the rows is a hash of, in words for errors.
 
         Raises:
             PGLossError: the same on every rank: the first faulty rank's error, or a disagreement.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrected:
-    """What the plan-time corrections made of a component's tokens; they are told of in its metrics."""
+    """What the plan-time corrections made of a component's tokens; the component's metrics report it."""
 
     before: Tensor
     """bool: the tokens after the masks, before any rejection."""
@@ -25,7 +25,7 @@ class Corrected:
     chi2: Tensor
     """float: ``r^2 - 1`` of the token's ratio to the sampler, 0 where no plan-time correction weighs."""
     chi2_sequence: Tensor
-    """float: the same of the product over such tokens of its sequence."""
+    """float: the same of the product of the ratios of all ``before`` tokens of its sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class ComponentTable:
     gates: dict[int, Tensor] = field(default_factory=dict)
     """Index of a gate in the spec to bool [T]: the tokens that pass, where a statistics pass decided it."""
     group: GroupTerm | None = None
-    """[T] each; None but after a statistics pass of a group's surrogate."""
+    """[T] each; None unless a statistics pass found the term of a surrogate over whole groups."""
     means: dict[int, float] = field(default_factory=dict)
     """Index of a normalised correction in the spec to the mean of its weights, the same on every rank."""
     thresholds: dict[int, dict[str, float]] = field(default_factory=dict)

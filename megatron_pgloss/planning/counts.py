@@ -27,7 +27,7 @@ class LocalCounts:
     number: dict[str, Tensor]
     """Unit name to int64 [units]: its counted tokens on this rank."""
     value_T: Tensor
-    """float64 or int64 [T]: what a token adds to the token level (1, or its user weight)."""
+    """float64 or int64 [T]: what a token adds to the count of its level (1, or its user weight; 0 if not counted)."""
     totals: dict[str, int | float]
     """Counted sequences, turns and tokens on this rank."""
 
@@ -36,7 +36,7 @@ def local_counts(tokens: ComponentSet, units: Units, present_S: Tensor) -> Local
     """Count the units of ``tokens`` on this rank.
 
     Args:
-        present_S: bool [S]: rows that exist (not padding, not excluded), for ``units="all"``.
+        present_S: bool [S]: rows that ``units="all"`` counts: neither padding, nor excluded, nor ended by a fault.
     """
     weighted = tokens.component.divide_by == "weights"
     # A token of weight 0 adds nothing to a sum of weights, so it does not make its unit count either.
@@ -75,11 +75,11 @@ class Local:
     units: Units | None = None
     members: Members | None = None
     counts: list[LocalCounts] = field(default_factory=list)
-    """Of each component."""
+    """Counts of each component."""
     live: list[int] = field(default_factory=list)
-    """Members of each component that can move the policy."""
+    """How many members of each component can move the policy."""
     excluded: int = 0
-    """CheckedRows without a member of any component."""
+    """How many rows have no member of any component."""
 
     @property
     def batch(self) -> TokenBatch | None:
@@ -104,10 +104,10 @@ def count(rows: CheckedRows | None, asked: Request) -> Local:
 
 
 def recount(local: Local, spec: LossSpec, rejected: Mapping[str, Tensor]) -> Local:
-    """The same after a statistics pass.
+    """``local`` counted anew after a statistics pass.
 
     Args:
-        rejected: component to bool [T]: what leaves its denominators.
+        rejected: component to bool [T]: the tokens that leave its denominators.
     """
     if local.rows is None or local.members is None:
         return local

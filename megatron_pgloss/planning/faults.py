@@ -29,7 +29,7 @@ def check(batch: TokenBatch, spec: LossSpec, *, vocab_size: int | None = None) -
     kept_sets.check_present(batch, spec)
     _first_tokens(batch)
     check_inputs(batch, vocab_size=vocab_size)
-    # Without corrections: those read streams whose values are only judged here.
+    # Corrections are left out: they read streams whose values are judged only below.
     plain = spec.replace(corrections=())
     sets = [component_set(batch, part, plain) for part in spec.components]
     for tokens in sets:
@@ -42,10 +42,10 @@ def check(batch: TokenBatch, spec: LossSpec, *, vocab_size: int | None = None) -
 
 
 def check_inputs(batch: TokenBatch, *, vocab_size: int | None = None) -> None:
-    """Raise the first fault of what the model and the log-probs read; all that a forward-only pass can be judged by.
+    """Raise the first fault of what the model and the log-prob pass read. A forward-only pass has no other checks.
 
     Raises:
-        DataError: tokens off the vocabulary, temperature not positive.
+        DataError: tokens off the vocabulary, temperature not positive, a kept id or sampling limit off its range.
     """
     _vocabulary(batch, vocab_size)
     _temperature(batch)

@@ -1,4 +1,4 @@
-"""Corrections from frozen log-probs: what each says about every token of this rank. `T` tokens.
+"""Plan-time corrections: what each says, from frozen log-probs or versions, about every token of this rank. `T` tokens.
 
 A data-parallel rank holds whole sequences, so statistics over sequences and turns need no other rank.
 """
@@ -43,7 +43,7 @@ def verdicts(batch: TokenBatch, spec: LossSpec, version: int | None) -> list[Ver
 def _evidence(
     rule: Correction, batch: TokenBatch, units: dict[str, UnitSums], bound: float, version: int | None
 ) -> Evidence:
-    """What a correction of frozen numbers looks at: log-probs, or versions where it reads no ratio."""
+    """The evidence of a plan-time correction: frozen log-probs, or versions where it reads no ratio."""
     if rule.ratio_of is None:
         lag_T = lags(batch, version, type(rule).__name__)
         return Evidence(units=units, voters_N=batch.action_T, bound=bound, lag_N=lag_T)
@@ -94,6 +94,6 @@ def lags(batch: TokenBatch, version: int | None, reader: Any) -> Tensor:
         raise DataError(
             "a token was sampled by a later version than the current one",
             expected=f"<= {version}", got=int(versions_T[at]), where=batch.where(at, "versions"),
-            fix="version= is that of the weights being trained",
+            fix="pass version= of the weights being trained",
         )  # fmt: skip
     return lag_T

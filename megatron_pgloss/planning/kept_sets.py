@@ -12,7 +12,7 @@ from megatron_pgloss.spec import Component, LossSpec
 
 
 def check_present(batch: TokenBatch, spec: LossSpec) -> None:
-    """Raise where the spec reads sets that the batch lacks, or leaves those that it has unread."""
+    """Raise where the spec reads kept sets that the batch lacks, or where the batch has some that the spec ignores."""
     given = [name for name in OFF if name in batch.streams]
     if spec.kept is None:
         if given:
@@ -33,7 +33,7 @@ def check_present(batch: TokenBatch, spec: LossSpec) -> None:
 
 
 def check_values(batch: TokenBatch, vocab_size: int | None = None) -> None:
-    """Raise the first value that is none, where the policy sampled."""
+    """Raise the first kept id, ``top_p`` or ``min_p`` that is off its range, where the policy sampled."""
     ids_TK, top_p, min_p = (batch.streams.get(name) for name in ("kept", "top_p", "min_p"))
     judged: list[tuple[str, str, Tensor]] = []
     if ids_TK is not None and vocab_size is not None:
@@ -54,8 +54,8 @@ def check_values(batch: TokenBatch, vocab_size: int | None = None) -> None:
 
 
 def outside(batch: TokenBatch, spec: LossSpec) -> Tensor:
-    """bool [T]: sampled tokens outside their recorded set, and those that a pass which scored them found outside (a
-    log-prob of -inf in a stream that the spec reads).
+    """bool [T]: sampled tokens outside their recorded set, and those that a scoring pass has found outside: they have a
+    log-prob of -inf in a stream that the spec reads.
     """
     assert spec.kept is not None
     out_T = torch.zeros_like(batch.action_T)
@@ -77,7 +77,7 @@ def leaving(batch: TokenBatch, spec: LossSpec, component: Component) -> Tensor |
 
 
 def check_inside(batch: TokenBatch, spec: LossSpec, member_T: Tensor) -> None:
-    """Raise for a trained token outside its recorded set, where the spec refuses it."""
+    """Raise for a trained token outside its recorded set, where the spec refuses such tokens."""
     if spec.kept is None or spec.kept.outside != "refuse" or spec.kept.source != "recorded":
         return
     bad_T = member_T & outside(batch, spec)
@@ -93,7 +93,7 @@ def check_inside(batch: TokenBatch, spec: LossSpec, member_T: Tensor) -> None:
 
 
 def at_actions(batch: TokenBatch) -> dict[str, Tensor]:
-    """The batch's streams of `OFF`, switched off where the policy did not sample."""
+    """The batch's streams of what the sampler could draw (`OFF`), switched off where the policy did not sample."""
     found: dict[str, Tensor] = {}
     for name, off in OFF.items():
         stream = batch.streams.get(name)

@@ -1,7 +1,7 @@
-"""The ledger of one plan: which of its rows an update was made on, and the log-probs that ``old="record"`` keeps.
+"""The ledger of one plan: which of its rows it has updated on, and the log-probs that ``old="record"`` keeps.
 
-The rows' own records carry the notes, so that every view of a row sees them; the ledger belongs to one plan and writes
-its number into them.
+The notes stand in the rows' own records, which every view of a row shares; the ledger writes its plan's number into
+them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Ledger:
         self._once = spec is not None and spec.old == "policy"
 
     def check_open(self) -> None:
-        """Refuse a second on-policy update on the same rows (`mark_updated` by another plan)."""
+        """Refuse a second on-policy update: with ``old="policy"``, on rows that another plan has updated on."""
         for row, record in enumerate(self._records if self._once else ()):
             if record.plan not in (None, self.serial):
                 assert self._batch is not None

@@ -1,7 +1,8 @@
-"""Which tokens each component trains on, which it counts, and with what constant factor. `T` tokens, `S` rows.
+"""Which tokens each component trains on, which it counts, and the constant factor of each. `T` tokens, `S` rows.
 
 Rules act in one order: authorship, infrastructure fault, the spec's masks, its plan-time corrections. Masks shrink the
-count set too, unless the component counts a set of its own; rejections do where it says ``count_rejected=False``.
+count set too, unless the component counts a set of its own; rejections shrink it where the component says
+``count_rejected=False``.
 """
 
 from __future__ import annotations
@@ -30,24 +31,26 @@ class ComponentSet:
 
     component: Component
     base_T: Tensor
-    """bool [T]: by authorship alone, before rules."""
+    """bool [T]: the tokens that the component is defined on by authorship alone, before any rule."""
     before_T: Tensor
-    """bool [T]: after the masks, before any rejection."""
+    """bool [T]: the tokens that the masks leave, before any rejection."""
     member_T: Tensor
-    """bool [T]: what is trained."""
+    """bool [T]: the tokens that are trained."""
     count_T: Tensor
-    """bool [T]: what the normaliser counts; holds ``member_T``, but for what a statistics pass rejected under
-    ``count_rejected=False``, whose factor is 0."""
+    """bool [T]: the tokens that the normaliser counts. They include ``member_T``, except tokens that a statistics pass
+    rejected under ``count_rejected=False``: those stay members, with factor 0."""
     factor_T: Tensor
-    """float64 [T]: user weight times corrections before they are normalised; 1 where neither applies."""
+    """float64 [T]: the user's weight times the corrections' weights before these are divided by their mean; 1 at a
+    member that has neither, 0 outside the members."""
     user_T: Tensor
-    """float64 [T]: user weight alone."""
+    """float64 [T]: the user's weight alone; 1 at a counted token that has none, 0 outside the count set."""
     corrected: Corrected | None
-    """What the corrections made of them, before they are normalised; None where none acts on the component."""
+    """What the plan-time corrections made of the tokens, before weights are divided by their mean; None where no
+    correction acts on the component."""
     means: tuple[tuple[float, int], ...]
-    """Of each of `normalized`: the sum of the weights that its mean is over, and their number."""
+    """For each correction of `normalized`: the sum and the number of the weights that its mean is taken over."""
     dropped: tuple[int, ...]
-    """Tokens taken out by each of `reasons`, in order; a token counts for the first rule that takes it."""
+    """How many tokens each of `reasons` takes out, in order; a token counts for the first rule that takes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,16 +59,16 @@ class Members:
 
     sets: list[ComponentSet]
     verdicts: list[Verdict | None]
-    """What the plan-time corrections say."""
+    """What each correction of the spec says at plan time; None for those that act inside the loss."""
 
 
 def find(
     batch: TokenBatch, spec: LossSpec, version: int | None, uncorrected: list[ComponentSet] | None = None
 ) -> Members:
-    """Second stage of a plan: who is trained and counted, and with what constant factor.
+    """Second stage of a plan: which tokens are trained and counted, and their constant factors.
 
     Args:
-        version: of the weights being trained.
+        version: version of the weights being trained.
         uncorrected: the tokens of every component without the spec's corrections, where they are known.
 
     Raises:
@@ -78,10 +81,10 @@ def find(
 
 
 def without(found: Members, batch: TokenBatch, spec: LossSpec, rejected: Mapping[str, Tensor]) -> Members:
-    """The same after a statistics pass.
+    """``found`` after a statistics pass.
 
     Args:
-        rejected: component to bool [T]: what leaves its denominators.
+        rejected: component to bool [T]: the tokens that leave its denominators.
     """
     verdicts = found.verdicts
     sets = [component_set(batch, part, spec, verdicts, rejected.get(part.name)) for part in spec.components]
@@ -114,7 +117,7 @@ def base(batch: TokenBatch, component: Component) -> Tensor:
 
 
 def empty_rows(batch: TokenBatch, spec: LossSpec) -> Tensor:
-    """bool [S]: rows with tokens but without a member of any component before rules."""
+    """bool [S]: rows with tokens but without one that any component is defined on."""
     any_T = torch.zeros_like(batch.action_T)
     for part in spec.components:
         any_T = any_T | base(batch, part)
@@ -131,9 +134,9 @@ def component_set(
     """Members, count set and factors of ``component``.
 
     Args:
-        verdicts: what the plan-time corrections say (`frozen.verdicts`); None: asked here.
-        rejected_T: bool [T]: what a statistics pass found rejected by gates and by corrections inside the loss; matters
-            where the component says ``count_rejected=False``.
+        verdicts: what the plan-time corrections say (`frozen.verdicts`); None: they are asked here.
+        rejected_T: bool [T]: the tokens that gates and corrections inside the loss reject, as a statistics pass found;
+            it matters only where the component says ``count_rejected=False``.
 
     Raises:
         DataError: a member lies outside the set the component counts.
@@ -181,7 +184,9 @@ def component_set(
 
 
 def _counted(batch: TokenBatch, component: Component, spec: LossSpec, left_T: Tensor, fault_T: Tensor) -> Tensor:
-    """bool [T]: the count set before rejection. A set of the component's own holds no token of a row that left."""
+    """bool [T]: the count set before any rejection. A count set of the component's own loses the tokens of rows that a
+    fault ended and of rows without a member of any component.
+    """
     if component.count == "members":
         return left_T
     named_T = batch.observation_T if component.count == "observations" else batch.masks[component.count]
@@ -202,7 +207,9 @@ def _counted(batch: TokenBatch, component: Component, spec: LossSpec, left_T: Te
 def _mean(
     batch: TokenBatch, component: Component, spec: LossSpec, verdicts: Sequence[Verdict | None], i: int, left_T: Tensor
 ) -> tuple[float, int]:
-    """Sum and number of the weights of correction ``i`` on this rank: of trained tokens, or of units that hold one."""
+    """Sum and number of the weights of correction ``i`` on this rank: one for each trained token or, where the
+    correction joins tokens over a unit, one for each unit that holds a trained token.
+    """
     rule, verdict = spec.corrections[i], verdicts[i]
     assert verdict is not None and verdict.weight is not None
     if not rule.acts_on(component):
@@ -218,7 +225,9 @@ def _mean(
 
 
 def live(batch: TokenBatch, tokens: ComponentSet) -> int:
-    """Members that can move the policy: factor not 0 and, where the surrogate reads it, advantage not 0."""
+    """How many members can move the policy: their factor is not 0 and, unless the component moves at advantage 0, their
+    advantage is not 0.
+    """
     alive_T = tokens.member_T & (tokens.factor_T != 0)
     if not tokens.component.moves_at_zero_advantage:
         alive_T = alive_T & (batch.streams["advantages"] != 0)

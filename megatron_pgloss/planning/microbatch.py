@@ -24,7 +24,7 @@ from megatron_pgloss.spec import KeptSet, LossSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shared:
-    """What the micro-batches of one rank's step have in common, and the loss reads."""
+    """What all micro-batches of one rank's step share."""
 
     spec: LossSpec | None
     """None in a forward-only plan."""
@@ -43,7 +43,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """Position [b, t] of everything here is about the token predicted from it."""
+    """The tokens of one forward pass. Position [b, t] of every stream is about the token predicted from it."""
 
     number: int
     """Place in the step."""
@@ -83,8 +83,9 @@ class MicroBatch:
         return self.shared.table
 
     def stream(self, name: str) -> Tensor | None:
-        """A stream of the step in this arrangement, ``shape``, or ``[*shape, k]`` where it is wide; padding is 0,
-        false, -1 (ids among them), or 1 for temperature.
+        """A stream of the step in this arrangement, of ``shape``, or ``[*shape, k]`` where it has k numbers a token;
+        None where the step has no such stream. Padding holds the stream's own filling (-1 for ids, 1 for temperature,
+        0 or false for most).
         """
         source_T = self.table.get(name)
         if source_T is None:
@@ -121,7 +122,9 @@ class MicroBatch:
         raise DataError(f"no stream {name!r} of several numbers a token", expected=f"streams={{{name!r}: [B, L, k]}}")
 
     def _place(self, what: str) -> Tensor:
-        """int64: ``/clamped`` [N], the token at each position (any at padding); or ``/padding``, where that is."""
+        """int64: ``/clamped`` [N], the token at each position (any token at padding); ``/padding``, the positions of
+        padding.
+        """
         if what not in self._made:
             self._made["/clamped"] = self.index_N.clamp(min=0)
             self._made["/padding"] = (self.index_N < 0).nonzero().flatten()
@@ -195,7 +198,7 @@ class MicroBatch:
         return self.kept_by(self.spec.kept if self.spec is not None else None)
 
     def kept_by(self, rule: KeptSet | None) -> Kept | None:
-        """The same by another spec's rule: for a scoring pass, whose plan has no spec."""
+        """`kept` by the rule of another spec: for a scoring pass, whose own plan has no spec."""
         if rule is None:
             return None
         add = rule.outside == "add"

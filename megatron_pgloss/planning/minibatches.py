@@ -1,4 +1,4 @@
-"""One rollout batch into several optimizer steps."""
+"""Deals one rollout batch out to several optimizer steps."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def minibatches(
     Args:
         batches: this rank's rollouts; ``[]`` is legal.
         count: how many steps, at least 1.
-        by: what stays together. ``sequence`` goes by sample ids, which it needs in a world of several ranks; without
-            them, in one process, by the rows' places.
-        seed: of the deal; change it from batch to batch.
+        by: the unit whose rows stay together. ``sequence`` tells rows apart by their sample ids, which a world of
+            several ranks needs; one process without sample ids goes by the rows' places.
+        seed: seed of the deal; change it from batch to batch.
         group: process group to agree in; None: the world if there is one; ``"local"``: this process alone.
 
     Returns:
@@ -63,7 +63,7 @@ def minibatches(
     rows = here.gather(ranks, "minibatches' count, by or seed")
     everywhere = _everywhere(mine, int(rows[:, agreement.HEAD].max()), ranks)
     if len(everywhere) < count:
-        # The same on every rank, and better said here than as a step without a single action.
+        # Raised by every rank alike. Unsaid, it would come up later, as a step without a single action.
         raise DataError(
             f"fewer {by}s than steps",
             expected=f"at least {count}",
@@ -95,7 +95,7 @@ def _check(count: int, by: str, seed: int) -> None:
 
 
 _IDS = {"prompt": ("prompt",), "episode": ("prompt", "episode"), "sequence": ("prompt", "episode", "sample")}
-"""What stays together to the ids that its key is made of, where they are given."""
+"""Unit that stays together to the ids that its key is made of, where they are given."""
 
 
 def _key(batch: TokenBatch, place: int, row: int, by: str, seed: int, world: int) -> tuple[int, int]:
@@ -116,7 +116,7 @@ def _everywhere(mine: list[tuple[int, int]], most: int, ranks: Ranks) -> list[tu
     """Keys of all ranks' units in order.
 
     Args:
-        most: how many any rank has.
+        most: the largest number of units that a rank has.
     """
     rows = torch.zeros(most, 3, dtype=torch.int64)
     for i, key in enumerate(mine):

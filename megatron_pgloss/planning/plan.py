@@ -181,7 +181,7 @@ def plan(
         split: how rows become micro-batches.
         group: process group of data-parallel ranks, each with its own data; ``"local"``: this process alone, although
             there are others; None: this process alone, refused in a world of several ranks.
-        coef: coefficients of this step by component name, over the spec's.
+        coef: coefficients of this step by component name, in place of the spec's.
         ranks: the full layout, instead of ``group`` (made by `megatron_pgloss.megatron`).
         arrangement: how rows are laid out; default: as the caller padded them.
         interleaved: group size and pipeline size of an interleaved schedule, which limit the number of micro-batches.

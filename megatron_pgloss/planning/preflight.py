@@ -49,7 +49,7 @@ class CheckedRows:
 
     batch: TokenBatch
     parts: list[list[int]]
-    """CheckedRows of every micro-batch, before all ranks have agreed on their number."""
+    """Rows of every micro-batch, before all ranks have agreed on the number of micro-batches."""
     streams: dict[str, Tensor] = field(default_factory=dict)
     """Streams [T] that the plan makes by itself: ``recorded``, ``interpolation``."""
     uncorrected: list[ComponentSet] = field(default_factory=list)

@@ -14,7 +14,7 @@ from megatron_pgloss.rollouts import TokenBatch
 
 
 class Recorder:
-    """Log-probs of one plan's micro-batches, as the loss saw them. Lives in the plan."""
+    """Log-probs of one plan's micro-batches, as the loss saw them. The plan's ledger holds it."""
 
     def __init__(self, batch: TokenBatch | None) -> None:
         self.batch = batch
@@ -27,7 +27,9 @@ class Recorder:
         return self.batch is not None and any(record.logp is None for record in self.batch.records_S)
 
     def keep(self, number: int, index_N: Tensor, logp_N: Tensor) -> None:
-        """Put the log-probs of micro-batch ``number`` aside. Seen again (a rerun, an evaluation) they are the same."""
+        """Put the log-probs of micro-batch ``number`` aside. A second pass over it (a rerun, an evaluation) has the
+        same ones, and is ignored.
+        """
         if self.batch is None or number in self._parts:
             return
         self._parts[number] = (index_N, logp_N.detach())
@@ -51,7 +53,11 @@ class Recorder:
         return self._laid
 
     def settle(self, values_T: Tensor) -> None:
-        """Give each row in its first update its log-probs from whole rows, float [T] on the CPU."""
+        """Record, for each row in its first update, its own piece of ``values_T``.
+
+        Args:
+            values_T: log-probs of all rows as a whole, float [T] on the CPU.
+        """
         if self.batch is None:
             return
         edges = self.batch.cu_S1.tolist()
@@ -67,10 +73,10 @@ class Recorder:
 
 
 def recalled(batch: TokenBatch) -> tuple[TokenBatch, Tensor]:
-    """``batch`` with what was recorded as its ``old`` stream, and bool [T] where it was.
+    """``batch`` with the recorded log-probs as its ``old`` stream, and bool [T]: the tokens of the rows that have some.
 
     Raises:
-        DataError: a row's log-probs were seen in part only.
+        DataError: this rank has seen only part of a row's log-probs.
     """
     parts: list[Tensor] = []
     flags: list[Tensor] = []
@@ -97,7 +103,7 @@ def _whole(recorder: Recorder, place: int, batch: TokenBatch, row: int) -> Tenso
         return None  # its micro-batch was never run: still before its first update
     if seen < end - start:
         raise DataError(
-            "old='record': only a part of the row's log-probs came by",
+            "old='record': this rank has seen only part of the row's log-probs",
             expected=f"{end - start} tokens",
             got=seen,
             where=batch.sample_name(row),

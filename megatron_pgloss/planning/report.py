@@ -1,4 +1,4 @@
-"""A plan in words a person reads."""
+"""The text of `Plan.report`."""
 
 from __future__ import annotations
 

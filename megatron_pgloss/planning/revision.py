@@ -19,8 +19,8 @@ def revise(made: Plan, found: Mapping[str, Decided]) -> Plan:
     in `plan`.
 
     Args:
-        found: component to what was found about it; whether something is ``rejected_T`` is the same on every rank, and
-            so are the numbers.
+        found: component to what was found about it. Whether it has a ``rejected_T`` is the same on every rank, and so
+            are its `numbers`.
     """
     rejected = {name: one.rejected_T for name, one in found.items() if one.rejected_T is not None}
     if not rejected:

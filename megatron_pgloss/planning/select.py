@@ -35,7 +35,7 @@ class Job:
         return self.ranks.total(numbers, self.ranks.data)
 
     def count(self, mask_T: Tensor) -> int:
-        """Tokens where ``mask_T``, over all ranks."""
+        """How many tokens of all ranks ``mask_T`` has."""
         return int(self._total(mask_T.sum().reshape(1)))
 
     def sum(self, values_T: Tensor, mask_T: Tensor) -> float:
@@ -91,7 +91,8 @@ class Job:
         return found
 
     def cut(self, values_T: Tensor, mask_T: Tensor, mean: float) -> float:
-        """The smallest value to be cut so that the mean of those below it is at most ``mean``; infinity: none.
+        """The lowest of the values that must be cut, largest first, for the mean of the rest to be at most ``mean``;
+        infinity: none must.
 
         ``values_T`` are 0 or more. Equal values are cut together.
         """
@@ -116,7 +117,7 @@ class Job:
                     break
                 number, total = number + count, more
             else:
-                return float("inf")  # in the first round alone: later ones look inside a bin that is too much
+                return float("inf")  # in the first round alone: later ones look inside a bin that exceeds the mean
             here_T = digit_T == first
             key_T, octave_T, pieces_T3 = key_T[here_T], octave_T[here_T], pieces_T3[here_T]
             found = (found << 8) | (first - 128 if shift == 56 else first)
@@ -154,7 +155,7 @@ def joined(octave: int, sums: Sequence[int]) -> Fraction:
 
 
 def order(values_T: Tensor) -> Tensor:
-    """int64 [T] in the order of the float values; -0 is 0."""
+    """int64 keys [T] that sort as the float values do; -0 sorts as 0."""
     bits_T = (values_T.detach().double() + 0.0).view(torch.int64)
     return bits_T ^ ((bits_T >> 63) & _LOW)
 

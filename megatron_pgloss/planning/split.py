@@ -1,6 +1,6 @@
-"""How rows become micro-batches: by rows, by number, or by a token budget. A pure function of the rows' lengths.
+"""How rows become micro-batches: so many rows each, so many micro-batches, or a token budget.
 
-All stages of a pipeline cut the same micro-batches because nothing else goes in.
+The cut is a pure function of the rows' lengths, so all stages of a pipeline make the same micro-batches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_pgloss.rollouts.keywords import closed
 @closed
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Exactly one of ``sequences``, ``microbatches`` and ``max_tokens``.
+    """How rows become micro-batches: exactly one of ``sequences``, ``microbatches`` and ``max_tokens``.
 
     Args:
         sequences: rows per micro-batch, padded, in batch order.
@@ -72,9 +72,9 @@ def bins(split: Split, lengths: list[int], multiple: int = 1) -> list[list[int]]
     """Rows of every micro-batch, at least one row each.
 
     Args:
-        split: the rule.
+        split: how to cut.
         lengths: length of every row.
-        multiple: what each packed sequence is padded to.
+        multiple: each packed sequence is padded to a multiple of this.
 
     Raises:
         DataError: a sequence is longer than the token budget.
@@ -109,7 +109,7 @@ def bins(split: Split, lengths: list[int], multiple: int = 1) -> list[list[int]]
 
 
 def refine(parts: list[list[int]], count: int, packed: bool) -> list[list[int]]:
-    """Split micro-batches further until there are ``count``; empty ones come only when rows run out."""
+    """Split micro-batches further until there are ``count``; empty ones are added only where rows run out."""
     if len(parts) < count and not packed:
         rows = [row for part in parts for row in part]
         parts = _evenly(rows, min(count, len(rows)))

@@ -26,18 +26,18 @@ def token_table(local: Local, spec: LossSpec | None, dtype: torch.dtype, streams
         "action": batch.action_T,
     }
     for name, stream_T in (batch.streams | kept_sets.at_actions(batch) | local.rows.streams).items():
-        # What the log-prob pass reads stays as exact as it came.
+        # Streams that the log-prob pass reads keep the dtype that they came in.
         of_loss = name not in BY_NAME or BY_NAME[name].read_by == "loss"
         table[name] = stream_T.to(dtype) if of_loss and stream_T.is_floating_point() else stream_T
     if "temperature" in batch.streams:
-        # Nobody trains on the other tokens, and what a sampler reports there may be 0.
+        # Nobody trains on the other tokens, and the temperature given for them may be 0.
         scored_T = batch.action_T | batch.target_T
         table["temperature"] = torch.where(scored_T, batch.streams["temperature"], FILL["temperature"])
     return table
 
 
 def _empty_table(spec: LossSpec | None, dtype: torch.dtype, streams: int) -> dict[str, Tensor]:
-    """The streams that other ranks have: terms and metrics must take the same path here."""
+    """Empty streams of the names that other ranks have: terms and metrics must take the same path on this rank."""
     none = torch.zeros(0, dtype=torch.int64)
     flag, number = torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=dtype)
     table = {"tokens": none, "targets": none, "turn": none, "action": flag}

@@ -1,9 +1,10 @@
-"""Normaliser paths to per-token weights, from exact counts. `T` tokens.
+"""From normaliser paths to per-token weights, by exact counts. `T` tokens.
 
 For a path ``u_1 > ... > u_n`` with the count set C, the weight of a token is the product over levels k of
 ``1 / d_k(parent)``, where ``parent`` is the token's unit of level k-1 (the batch for k = 1) and ``d_k`` the level's
-divisor: the number of counted units u_k in it for a mean, or what a `megatron_pgloss.spec.divisors` makes of that
-number. A unit is counted if C holds one of its tokens, or always with ``units="all"``.
+divisor: for a mean, the number of counted units u_k in that parent; for another divisor
+(`megatron_pgloss.spec.divisors`), what it makes of that number. A unit is counted if C holds one of its tokens, or
+always with ``units="all"``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron_pgloss.spec.levels import IN_ROWS, KEYED
 
 
 def named_keyed(spec: LossSpec) -> tuple[str, ...]:
-    """Which of prompt and episode any component's path names."""
+    """Those of prompt and episode that some component's path names."""
     return tuple(unit for unit in KEYED if any(unit in part.path.units for part in spec.components))
 
 
@@ -72,7 +73,6 @@ class Totals:
     """Counts over the whole job: of the batch, and of every prompt and episode this rank knows.
 
     Args:
-        ranks: who takes part.
         batch_totals: per component, counted sequences, turns and tokens over all ranks.
         table: int64 [rows, width]: `KeyedRows` of all ranks, or None where no path names a keyed unit.
         unit: the unit of the table's rows.
@@ -115,7 +115,7 @@ class Totals:
         return total[self._place(units, parent)]
 
     def _place(self, units: Units, unit: str) -> Tensor:
-        """Which of the job's units each of this rank's is: all of them are in the table, so the order stays."""
+        """int64 [units]: the place of each of this rank's units among the job's, in whose table it is."""
         if unit not in self._places:
             keys = self._groups[unit][0]
             everywhere, of_key = distinct(torch.cat([keys, units.key[unit]]))
@@ -147,7 +147,7 @@ def check_range(spec: LossSpec, counts: Mapping[str, Mapping[str, int | float]],
     one unit and what it makes of all the units of the step, which every rank knows, so every rank refuses alike.
 
     Args:
-        rows: of the step: there are no more prompts and episodes.
+        rows: number of rows in the step, an upper bound on its prompts and episodes.
 
     Raises:
         DataError: the product of the divisors can leave 2^-126 to 2^126.
@@ -194,7 +194,7 @@ def distinct(keys_K2: Tensor) -> tuple[Tensor, Tensor]:
 def weights(c: int, part: LocalCounts, units: Units, totals: Totals) -> Tensor:
     """Per-token weight of one component: 0 outside its members. float64 [T]."""
     member_T = part.tokens.member_T
-    # Members with a factor are counted, so their divisors are positive; elsewhere the weight is 0 whatever they are.
+    # Members with a factor are counted, so their divisors are positive; elsewhere the weight is 0 whatever those are.
     live_T = member_T & (part.tokens.factor_T != 0)
     # One number for each unit of the level above (at first one for all), spread to its tokens at the end.
     weight = torch.ones(1, dtype=torch.float64)
@@ -213,8 +213,8 @@ def weights(c: int, part: LocalCounts, units: Units, totals: Totals) -> Tensor:
 
 
 def _divisor(c: int, part: LocalCounts, units: Units, totals: Totals, step: Step, parent: str | None) -> Tensor:
-    """The divisor of a step of the path: of each parent unit of this rank, or of the batch, float64 [units] or [1]; 1
-    where it would be 0, which is where no token has a weight.
+    """The divisor of one step of the path, for each parent unit of this rank or for the whole batch, float64 [units] or
+    [1]. It is 1 where it would be 0: no token has a weight there.
     """
     number = 1.0
     if step.divisor is not None and step.divisor.reads == "count" and parent is not None:

@@ -66,7 +66,7 @@ def turns_of(batch: TokenBatch, seq_T: Tensor | None = None) -> tuple[Tensor, in
     given_T, row_T = batch.turn_T, batch.seq_T if seq_T is None else seq_T
     if not given_T.numel():
         return given_T, 0, given_T
-    # Turn ids of a row may be any integers: dense over (row, id), with a place for none before each row's.
+    # Turn ids of a row may be any integers, so turns are told apart by (row, id + 1), where 0 stands for no turn.
     id_T = given_T.clamp(min=-1) + 1
     width = int(id_T.max()) + 1
     if width * len(batch) >= 2**62:
@@ -75,7 +75,7 @@ def turns_of(batch: TokenBatch, seq_T: Tensor | None = None) -> tuple[Tensor, in
     key_T = row_T * width + id_T
     has_T = id_T > 0
     most_T = key_T.cummax(0).values
-    if not bool((has_T & (key_T != most_T)).any()):  # ids rise along a row as a rule: then nothing need be sorted
+    if not bool((has_T & (key_T != most_T)).any()):  # ids usually rise along each row: no need to sort
         begins_T = has_T.clone()
         begins_T[1:] &= most_T.diff() != 0
         turn_T = begins_T.cumsum(0) - 1
@@ -94,13 +94,13 @@ def per_row(mask_T: Tensor, cu_S1: Tensor) -> Tensor:
 
 
 def per_unit(value_T: Tensor, index_T: Tensor, units: int) -> Tensor:
-    """Sum of int64 or float64 ``value_T`` over the tokens of each unit; those of index -1 are of none."""
+    """Sum of int64 or float64 ``value_T`` over the tokens of each unit; tokens of index -1 belong to none."""
     table_U1 = torch.zeros(units + 1, dtype=value_T.dtype)
     return table_U1.index_add_(0, index_T + 1, value_T)[1:]
 
 
 def _key(batch: TokenBatch, row: int, unit: str) -> str:
-    # A unit's key is the tuple of ids from prompt down, so that episode 0 of two prompts are two episodes.
+    # A unit's key is the tuple of ids from prompt down, so that episode 0 of one prompt is not that of another.
     parts = []
     if batch.prompt_ids is not None:
         parts.append(batch.prompt_ids[row])

@@ -1,4 +1,4 @@
-"""Plan-time checks of values: what a component reads at its members, and statistics over units beside them."""
+"""Plan-time checks of the values that a component reads at its members, and statistics over units beside them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from megatron_pgloss.spec import Component, LossSpec
 ABOVE_ZERO = 2.0**-10
 """How far above 0 rounding can put a log-prob. In float32, log p = z - lse carries two roundings of half a unit in the
 last place, which add up to this for logits of 2^13. A float64 stream has the same bound: it often holds numbers that
-were computed in float32 (numpy and JSON widen them). A probability above 1.001 is no rounding, and a negative
-log-likelihood that was given for a log-prob lies far above."""
+were computed in float32 (numpy and JSON widen them). Rounding gives no probability above 1.001, and a negative
+log-likelihood that was given in place of a log-prob lies far above the bound."""
 
 
 def check(batch: TokenBatch, spec: LossSpec, sets: list[ComponentSet]) -> None:
     """Refuse the first value that is not finite, or a log-prob above 0, where a component or a statistic reads it.
 
     Raises:
-        DataError: with its place.
+        DataError: the value, its token and its stream.
     """
     for tokens in sets:
         part = tokens.component
@@ -39,7 +39,7 @@ def check(batch: TokenBatch, spec: LossSpec, sets: list[ComponentSet]) -> None:
         for name, looked_T in streams.items():
             stream_T = batch.streams[name]
             if stream_T.dim() > 1:
-                continue  # `_teachers` looks where the ids beside it are
+                continue  # `_teachers` judges it together with the ids beside it
             limit = ABOVE_ZERO if name in BY_NAME and BY_NAME[name].dtype == "log-prob" else math.inf
             _judge(batch, tokens, name, stream_T, looked_T, limit)
         _teachers(batch, tokens)
@@ -56,8 +56,8 @@ def _read_at_members(spec: LossSpec, part: Component) -> list[str]:
 
 
 def _read_by_statistics(batch: TokenBatch, spec: LossSpec, tokens: ComponentSet) -> dict[str, Tensor]:
-    """Stream to bool [T]: the action tokens, trained or not, at which a statistic over a unit reads it: those of the
-    units that hold a member. A statistic runs over the tokens as sampled, and would be another one without a token.
+    """Stream to bool [T]: the action tokens, trained or not, at which a statistic over a unit reads it, in the units
+    that hold a member. A statistic runs over the tokens as sampled: without one of them it would be another number.
     """
     part, found = tokens.component, dict[str, Tensor]()
     rules = [rule for rule in (*spec.gates, *spec.corrections) if rule.acts_on(part)]
@@ -66,7 +66,7 @@ def _read_by_statistics(batch: TokenBatch, spec: LossSpec, tokens: ComponentSet)
             continue
         unit_T, units = (batch.seq_T, len(batch)) if piece.statistic_unit == "sequence" else turns_of(batch)[:2]
         held_U = torch.zeros(units + 1, dtype=torch.bool).index_fill_(0, unit_T[tokens.member_T] + 1, True)
-        held_U[0] = False  # a token of no turn
+        held_U[0] = False  # the place of tokens that belong to no turn
         looked_T = batch.action_T & held_U[unit_T + 1]
         gone_T = kept_sets.leaving(batch, spec, part)
         looked_T = looked_T if gone_T is None else looked_T & ~gone_T
@@ -78,7 +78,7 @@ def _read_by_statistics(batch: TokenBatch, spec: LossSpec, tokens: ComponentSet)
 def _judge(
     batch: TokenBatch, tokens: ComponentSet, name: str, stream_T: Tensor, looked_T: Tensor, limit: float
 ) -> None:
-    """Refuse what is not finite, or above ``limit``, where it is looked at."""
+    """Refuse a value that is not finite, or above ``limit``, at the tokens ``looked_T``."""
     if not stream_T.numel():
         return
     ends = torch.stack(stream_T.aminmax())
@@ -129,7 +129,7 @@ def _weights(batch: TokenBatch, tokens: ComponentSet) -> None:
 
 
 def _teachers(batch: TokenBatch, tokens: ComponentSet) -> None:
-    """Refuse a teacher's log-prob that is none, at an id that it lists for a member."""
+    """Refuse a teacher's number that is no log-prob, at an id that the teacher lists for a member."""
     part = tokens.component
     if part.chosen_ids is None:
         return
@@ -137,13 +137,13 @@ def _teachers(batch: TokenBatch, tokens: ComponentSet) -> None:
     for name in part.reads:
         stream_Tk = batch.streams.get(name)
         if stream_Tk is None or not stream_Tk.is_floating_point() or stream_Tk.shape != ids_Tk.shape:
-            continue  # a shape of its own is refused by its reader
+            continue  # a stream of another shape is refused by its reader
         bad_Tk = tokens.member_T[:, None] & (ids_Tk >= 0) & ~(stream_Tk <= ABOVE_ZERO)
         bad_Tk |= tokens.member_T[:, None] & (ids_Tk >= 0) & ~stream_Tk.isfinite()
         if bool(bad_Tk.any()):
             at, place = divmod(int(bad_Tk.reshape(-1).to(torch.int8).argmax()), max(ids_Tk.size(1), 1))
             raise DataError(
-                f"a teacher's log-prob inside component {part.name!r} is none",
+                f"a teacher's number inside component {part.name!r} is no log-prob",
                 expected="a finite number of at most 0 at every listed id",
                 got=f"{float(stream_Tk[at, place])} for id {int(ids_Tk[at, place])} ({int(bad_Tk.sum())} such ids)",
                 where=batch.where(at, name),

@@ -1,4 +1,4 @@
-"""Which rows stay in the loss: those whose episodes vote in baselines. `S` rows, `T` tokens."""
+"""Which rows stay in the loss; only their episodes may vote in baselines. `S` rows, `T` tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def voters(batch: TokenBatch, spec: LossSpec, *, version: int | None = None) -> 
     """Rows with at least one token left in a policy-gradient component after faults, masks and rejections.
 
     For ``voters=`` of `megatron_pgloss.advantages`: an episode that leaves the loss must not move the baseline of the
-    others. Masks that read the advantage are not asked: it is only about to be computed.
+    others. Masks that read the advantage are left out: the advantage is yet to be computed.
 
     Args:
         batch: rollouts, with the streams that the spec's corrections read.

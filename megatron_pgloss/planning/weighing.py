@@ -1,4 +1,4 @@
-"""What the metrics tell of a component's plan-time corrections. `T` tokens of this rank."""
+"""What metrics report about a component's plan-time corrections. `T` tokens of this rank."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def corrected(
 
 
 def finished(found: Corrected | None, mean: float, dtype: torch.dtype) -> Corrected | None:
-    """The weights as applied, in the dtype of the loss.
+    """``found`` with the weights as they are applied, in the dtype of the loss.
 
     Args:
         mean: the product of the means that normalised weights are divided by.
@@ -68,7 +68,7 @@ def finished(found: Corrected | None, mean: float, dtype: torch.dtype) -> Correc
 
 
 def none(dtype: torch.dtype) -> Corrected:
-    """The same of a rank without rows."""
+    """`finished` for a rank without rows: empty tensors."""
     flag, number = torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=dtype)
     return Corrected(
         before=flag, first=flag, weight=number, raw=number, truncated=flag, chi2=number, chi2_sequence=number
@@ -76,7 +76,7 @@ def none(dtype: torch.dtype) -> Corrected:
 
 
 def _first_of_each(batch: TokenBatch, mask_T: Tensor) -> Tensor:
-    """bool [T]: the first token of each row that ``mask_T`` has."""
+    """bool [T]: the first token of ``mask_T`` in each row."""
     so_far_T = mask_T.cumsum(0)
     start_S = batch.cu_S1[:-1]
     before_S = torch.where(start_S > 0, so_far_T[(start_S - 1).clamp(min=0)], 0) if len(so_far_T) else start_S

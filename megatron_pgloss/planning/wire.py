@@ -1,7 +1,7 @@
-"""The one row that every rank sends of a step: packed, gathered, read back.
+"""The one row that every rank sends for a step: packed, gathered, read back.
 
-Its head has the names of `agreement.FIELDS`; behind it come the counts of every component, `SLOTS` and what the spec's
-rules took out of them, then two numbers for each normalised correction.
+Its head has the names of `agreement.FIELDS`. Behind it come, for every component, its counts (`SLOTS`), the number of
+tokens that each of the spec's rules took out, and two numbers for each normalised correction.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from megatron_pgloss.spec import LossSpec, PolicyGradient
 SLOTS = ("base", "members", "live", "sequence", "turn", "token")
 """Counts of a component in a row; the tokens each rule took out follow them."""
 MOST_TOKENS = 2**39
-"""Over all ranks. Exact sums (`megatron_pgloss.planning.select.pieces`) hold up to it."""
+"""The most tokens that a step may have over all ranks: sums of that many (`megatron_pgloss.planning.select.pieces`) are
+exact."""
 Counts = dict[str, dict[str, int | float]]
 
 
@@ -36,23 +37,23 @@ class Agreed:
     """What all ranks know after the gather."""
 
     counts: Counts
-    """Component to counts over all ranks: `SLOTS`, and one per mask reason."""
+    """Component to counts over all ranks: `SLOTS`, and the tokens that each reason (`members.reasons`) took out."""
     means: dict[str, dict[int, float]]
     """Component to the mean weight of each normalised correction, by the correction's index."""
     job: dict[str, int]
-    """CheckedRows, tokens, tokens the policy sampled, excluded rows, empty ranks and micro-batches, over all ranks."""
+    """Rows, tokens, tokens the policy sampled, excluded rows, empty ranks and micro-batches, over all ranks."""
     number: int
     """Micro-batches of every rank."""
     height: int
-    """CheckedRows per micro-batch, where fixed."""
+    """Rows per micro-batch, where fixed."""
     width: int
     """Width of padded rows, or tokens of a packed row, where fixed."""
     streams: int
     """Bits of `agreement.OPTIONAL`: the streams that any rank has."""
     unit_rows: int
-    """CheckedRows that each rank has in the keyed gather."""
+    """How many rows each rank has in the keyed gather."""
     dtype: torch.dtype
-    """Of weights and float streams."""
+    """Dtype of weights and of the float streams that the loss reads."""
 
 
 def pack(local: Local, asked: Request, ranks: Ranks, setup: int) -> Tensor:
@@ -92,7 +93,7 @@ def _about(local: Local, rows: CheckedRows, asked: Request, ranks: Ranks) -> dic
         "width": max(lengths, default=0),
         "bin_rows": max((len(part) for part in rows.parts), default=0),
         "bin_tokens": max(packed, default=0),
-        # CheckedRows of the keyed gather: one for each of this rank's units of the finest kind named.
+        # Rows of the keyed gather: one for each of this rank's units of the finest kind that a path names.
         "unit_rows": local.units.size.get(unit, 0) if local.units is not None and unit is not None else 0,
         "double": int(_double(batch)),
         "excluded": local.excluded,
@@ -101,7 +102,7 @@ def _about(local: Local, rows: CheckedRows, asked: Request, ranks: Ranks) -> dic
 
 
 def _double(batch: TokenBatch) -> bool:
-    """Whether a stream of the loss is float64, and with it the loss; what the log-prob pass reads has no say."""
+    """Whether a stream that the loss reads is float64, and with it the loss; those of the log-prob pass do not count."""
     of_pass = {row.name for row in STREAMS if row.read_by != "loss"}
     return any(stream_T.dtype == torch.float64 for name, stream_T in batch.streams.items() if name not in of_pass)
 
