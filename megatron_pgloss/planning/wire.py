@@ -102,7 +102,7 @@ def _about(local: Local, rows: CheckedRows, asked: Request, ranks: Ranks) -> dic
 
 
 def _double(batch: TokenBatch) -> bool:
-    """Whether a stream that the loss reads is float64, and with it the loss; those of the log-prob pass do not count."""
+    """Whether a stream that the loss reads is float64, and so the loss; streams of the log-prob pass do not count."""
     of_pass = {row.name for row in STREAMS if row.read_by != "loss"}
     return any(stream_T.dtype == torch.float64 for name, stream_T in batch.streams.items() if name not in of_pass)
 
