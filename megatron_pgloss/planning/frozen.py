@@ -94,6 +94,6 @@ def lags(batch: TokenBatch, version: int | None, reader: Any) -> Tensor:
         raise DataError(
             "a token was sampled by a later version than the current one",
             expected=f"<= {version}", got=int(versions_T[at]), where=batch.where(at, "versions"),
-            fix="pass version= of the weights being trained",
+            fix="version= is that of the weights being trained",
         )  # fmt: skip
     return lag_T

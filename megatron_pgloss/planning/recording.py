@@ -103,7 +103,7 @@ def _whole(recorder: Recorder, place: int, batch: TokenBatch, row: int) -> Tenso
         return None  # its micro-batch was never run: still before its first update
     if seen < end - start:
         raise DataError(
-            "old='record': this rank has seen only part of the row's log-probs",
+            "old='record': only a part of the row's log-probs came by",
             expected=f"{end - start} tokens",
             got=seen,
             where=batch.sample_name(row),

@@ -143,7 +143,7 @@ def _teachers(batch: TokenBatch, tokens: ComponentSet) -> None:
         if bool(bad_Tk.any()):
             at, place = divmod(int(bad_Tk.reshape(-1).to(torch.int8).argmax()), max(ids_Tk.size(1), 1))
             raise DataError(
-                f"a teacher's number inside component {part.name!r} is no log-prob",
+                f"a teacher's log-prob inside component {part.name!r} is none",
                 expected="a finite number of at most 0 at every listed id",
                 got=f"{float(stream_Tk[at, place])} for id {int(ids_Tk[at, place])} ({int(bad_Tk.sum())} such ids)",
                 where=batch.where(at, name),
