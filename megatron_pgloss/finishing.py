@@ -16,6 +16,7 @@ from megatron_pgloss.errors import DataError, LayoutError, NonFiniteError
 from megatron_pgloss.metrics import Metric, fold
 from megatron_pgloss.objective import LossOutput
 from megatron_pgloss.planning import Plan
+from megatron_pgloss.planning.agreement import of_words, to_words
 
 _TEXT = 32
 """int64 words of text for the place of a fault."""
@@ -54,9 +55,9 @@ def finish(
     row = torch.zeros(_HEAD + 2 * len(names), dtype=torch.int64)
     row[0] = len(outputs) - plan.num_microbatches
     row[1] = int(parameters is not None and not _finite(parameters))
-    text = _where(mine, plan).encode()[: 8 * _TEXT]
+    text = place_of_fault(mine, plan).encode()[: 8 * _TEXT]
     row[2] = len(text)
-    row[3:_HEAD] = torch.frombuffer(bytearray(text.ljust(8 * _TEXT)), dtype=torch.int64)
+    row[3:_HEAD] = to_words(text, _TEXT)
     row[_HEAD:] = torch.cat([mine[name].pack().cpu() for name in names] or [torch.zeros(0, dtype=torch.float64)]).view(
         torch.int64
     )
@@ -120,24 +121,25 @@ def _folded(names: Sequence[str], reports: Sequence[Mapping[str, Metric]]) -> di
     return fold(names, torch.stack(packed)) if packed else {}
 
 
+def largest(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The infinity norm of all of them, 0-d float64 on ``device``: NaN where one is NaN, 0 of none. Without a copy."""
+    found = [torch.stack(torch.aminmax(grad.detach())) for grad in gradients if grad.numel()]
+    if not found:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    extremes = torch.stack([pair.to(device, torch.float64) for pair in found])
+    return extremes.abs().amax()  # keeps NaN, as aminmax does
+
+
 def _finite(parameters: Iterable[Tensor]) -> bool:
-    """Whether every gradient is finite: the largest magnitude keeps NaN and infinity."""
-    largest = []
-    for parameter in parameters:
-        grad: Any = parameter.grad
-        if grad is not None and grad.numel():
-            grad = grad.to_local() if hasattr(grad, "to_local") else grad
-            largest.append(torch.linalg.vector_norm(grad, torch.inf).double().reshape(()))
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for each in largest:
-        by_device.setdefault(each.device, []).append(each)
-    return all(bool(torch.stack(some).isfinite().all()) for some in by_device.values())
+    grads: list[Any] = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+    return bool(largest(local, local[0].device if local else torch.device("cpu")).isfinite())
 
 
-def _where(mine: Mapping[str, Metric], plan: Plan) -> str:
-    """Where this rank's first faulty token is."""
+def place_of_fault(mine: Mapping[str, Metric], plan: Plan) -> str:
+    """Where this rank's first faulty token is, or the empty string."""
     for name, metric in mine.items():
-        if name.endswith("/fault_at") and plan.batch is not None and bool(torch.isfinite(metric.value)):
+        if name.endswith("/fault_at") and math.isfinite(float(metric.value)) and plan.batch is not None:
             return f"component {name.split('/')[0]}, {plan.batch.where(int(metric.value), 'logits')}"
     return ""
 
@@ -146,6 +148,6 @@ def _place(rows: Tensor) -> str | None:
     """What the first rank with a faulty token says of its place."""
     for rank, row in enumerate(rows):
         if row[2]:
-            text = row[3:_HEAD].contiguous().view(torch.uint8).numpy().tobytes()[: int(row[2])]
+            text = of_words(row[3:_HEAD], int(row[2]))
             return f"rank {rank}, {text.decode(errors='ignore')}"  # cut in bytes, which may split a character
     return None

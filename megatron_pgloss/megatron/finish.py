@@ -13,8 +13,10 @@ from megatron_pgloss import finishing
 from megatron_pgloss.errors import DataError, LayoutError, NonFiniteError, PGLossError
 from megatron_pgloss.megatron.layout import Layout
 from megatron_pgloss.metrics import Metric, fold
+from megatron_pgloss.objective import measure
 from megatron_pgloss.planning import Plan
-from megatron_pgloss.planning.agreement import error_code, error_of, error_text
+from megatron_pgloss.planning.agreement import error_code, error_of, error_text, of_words, to_words
+from megatron_pgloss.spec import LossSpec
 
 _TEXT = 64
 """int64 words of text: the place of a fault, or an error."""
@@ -36,6 +38,12 @@ class Collected:
     """The largest gradient of any rank after an update, NaN where one is NaN."""
     broken: list[int] = field(default_factory=list)
     """Ranks whose gradients are not finite."""
+
+
+def expected(spec: LossSpec, plan: Plan) -> list[str]:
+    """Names of the step's metrics, in order: the same on every rank, since the plan's streams are agreed."""
+    streams = frozenset(plan.table)
+    return [name for part in spec.components for name in measure.names(part, spec, streams, spec.needs_entropy)]
 
 
 def collect(
@@ -71,11 +79,11 @@ def collect(
     row[_GRADIENT] = numbers[:1].view(torch.int64)
     if mine:
         row[_NUMBERS:] = numbers[1:].view(torch.int64)
-        text = _place(fold(names, numbers[1:].reshape(1, -1, 2)), plan).encode()[: 8 * _TEXT]
+        text = finishing.place_of_fault(fold(names, numbers[1:].reshape(1, -1, 2)), plan).encode()[: 8 * _TEXT]
     if error is not None:
         row[_ERROR], text = error_code(error), error_text(error, 8 * _TEXT)
     row[_LENGTH] = len(text)
-    row[len(_HEAD) : _NUMBERS] = torch.frombuffer(bytearray(text.ljust(8 * _TEXT)), dtype=torch.int64)
+    row[len(_HEAD) : _NUMBERS] = to_words(text, _TEXT)
     ranks = layout.ranks
     return _agreed(ranks.gather(row, ranks.world, ranks.world_size), names, plan)
 
@@ -144,20 +152,12 @@ def _agreed(rows: Tensor, names: Sequence[str], plan: Plan) -> Collected:
 
 
 def _text(row: Tensor) -> bytes:
-    return row[len(_HEAD) : _NUMBERS].contiguous().view(torch.uint8).numpy().tobytes()[: int(row[_LENGTH])]
+    return of_words(row[len(_HEAD) : _NUMBERS], int(row[_LENGTH]))
 
 
 def results(found: Collected, plan: Plan) -> dict[str, float]:
     """The step's numbers by name, and the ranks whose gradients are not finite."""
     return finishing.results(found.metrics, plan) | {"gradient_fault": float(len(found.broken))}
-
-
-def _place(mine: Mapping[str, Metric], plan: Plan) -> str:
-    """Where this rank's first fault is, or the empty string."""
-    for name, metric in mine.items():
-        if name.endswith("/fault_at") and math.isfinite(float(metric.value)) and plan.batch is not None:
-            return f"component {name.split('/')[0]}, {plan.batch.where(int(metric.value), 'logits')}"
-    return ""
 
 
 def nonfinite(found: Collected, plan: Plan, *, gradients: bool) -> NonFiniteError | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_pgloss import finishing
 from megatron_pgloss.megatron.factors import grad_buffers
 
 
@@ -18,11 +19,7 @@ def largest(chunks: Sequence[Any], device: torch.device) -> Tensor:
     its own part reduced, and sums of its own elsewhere: what is not finite in the job is not finite in some rank's
     buffer, so that looking at whole buffers is right and enough.
     """
-    found = [torch.stack(torch.aminmax(grad.detach())) for grad in _gradients(chunks) if grad.numel()]
-    if not found:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    extremes = torch.stack([pair.to(device, torch.float64) for pair in found])
-    return extremes.abs().amax()  # keeps NaN, as aminmax does
+    return finishing.largest(_gradients(chunks), device)
 
 
 def zero(chunks: Sequence[Any]) -> None:

@@ -14,7 +14,7 @@ import torch
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
-from megatron_pgloss.errors import PGLossError, SpecError
+from megatron_pgloss.errors import DataError, PGLossError, SpecError
 from megatron_pgloss.logprobs import TokenLogprobs
 from megatron_pgloss.megatron import call, factors, modes, outputs
 from megatron_pgloss.megatron.call import Boundaries, Forward, Inputs, Shard
@@ -60,6 +60,8 @@ class Runtime:
         forward: Forward | None,
         on_nonfinite: str,
     ) -> None:
+        if on_nonfinite not in ("raise", "skip", "report"):
+            raise SpecError(f"on_nonfinite={on_nonfinite!r}", expected="'raise', 'skip' or 'report'")
         if forward is not None and not callable(forward):
             raise SpecError("forward= is not a function", expected="FN(model, micro, inputs) -> output", got=forward)
         self.spec, self.split = spec, split
@@ -87,7 +89,7 @@ class Runtime:
         """
         self.chunks = as_chunks(self._model)
         self.config = get_model_config(self.chunks[0])
-        bare = [unwrap_model(chunk) for chunk in self.chunks]
+        self._bare = bare = [unwrap_model(chunk) for chunk in self.chunks]
         modes.refuse(
             Setup(
                 config=self.config, chunks=self.chunks, bare=bare, layout=self.layout, spec=self.spec,
@@ -99,6 +101,21 @@ class Runtime:
         self.schedule_factor = factors.schedule_factor(self.config, self.layout)
         self.wrapper_factor = factors.wrapper_factor(self.chunks, self.layout)
         return bare
+
+    def refuse_another(self, model: Any) -> None:
+        """Refuse to train a model that is no chunk of the step's.
+
+        Raises:
+            DataError: it is another one.
+        """
+        bare = unwrap_model(model)
+        if not any(bare is one for one in self._bare):
+            raise DataError(
+                "forward_step got a model that is not the step's: its gradients would go where finish does not look",
+                expected="a chunk of the model that the step was made of",
+                got=type(bare).__name__,
+                fix="hand the schedule the same model, or score another one by step.score(batches, MODEL, into=...)",
+            )
 
     # ---- from batches to micro-batches ----------------------------------------------------------------------------
 

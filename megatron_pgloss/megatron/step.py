@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_pgloss.errors import Caught, DataError, SpecError
+from megatron_pgloss.errors import Caught, DataError
 from megatron_pgloss.megatron import counting, factors, finish, forward_only, gradients, mtp, padding
 from megatron_pgloss.megatron.call import Boundaries, Forward, Shard
 from megatron_pgloss.megatron.head import HeadMode
@@ -21,7 +20,6 @@ from megatron_pgloss.megatron.reference import Reference
 from megatron_pgloss.megatron.runtime import Runtime, as_chunks
 from megatron_pgloss.megatron.state import ModuleState
 from megatron_pgloss.megatron.watch import Watch, watched
-from megatron_pgloss.objective.measure import names
 from megatron_pgloss.planning import MicroBatch, Plan, Split
 from megatron_pgloss.rollouts import TokenBatch, broken
 from megatron_pgloss.spec import LossSpec
@@ -77,8 +75,6 @@ class PolicyLossStep(Runtime):
         forward: Forward | None = None,
         patience: float = 120.0,
     ) -> None:
-        if on_nonfinite not in ("raise", "skip", "report"):
-            raise SpecError(f"on_nonfinite={on_nonfinite!r}", expected="'raise', 'skip' or 'report'")
         super().__init__(
             spec, model, split=split, pg_collection=pg_collection, vocab_size=vocab_size, head=head,
             head_memory=head_memory, reuse_logits=reuse_logits, forward=forward, on_nonfinite=on_nonfinite,
@@ -172,10 +168,8 @@ class PolicyLossStep(Runtime):
     def plan(self) -> Plan:
         """The plan of the step that `begin` opened."""
         if self._plan is None:
-            fix = (
-                "call step.begin(batches) before the schedule and step.finish(losses) once after it; what is needed "
-                "later is in the plan that begin returns: plan.num_microbatches"
-            )
+            fix = "call step.begin(batches) before the schedule and step.finish(losses) once after it; what is needed "
+            fix += "later is in the plan that begin returns: plan.num_microbatches"
             raise DataError("no step is open", expected="a step between begin and finish", fix=fix)
         return self._plan
 
@@ -209,13 +203,7 @@ class PolicyLossStep(Runtime):
         return_schedule_plan: bool = False,
     ) -> tuple[Any, Callable[..., Any]]:
         """Megatron's ``forward_step_func``: run the model on the next micro-batch and hand over its loss function."""
-        if not any(unwrap_model(model) is unwrap_model(chunk) for chunk in self.chunks):
-            raise DataError(
-                "forward_step got a model that is not the step's: its gradients would go where finish does not look",
-                expected="a chunk of the model that the step was made of",
-                got=type(unwrap_model(model)).__name__,
-                fix="hand the schedule the same model, or score another one by step.score(batches, MODEL, into=...)",
-            )
+        self.refuse_another(model)
         micro = next(data_iterator)
         with self.watch.during("forward", micro.number, then="schedule"):
             return self.run_model(micro, model), self.loss_func(micro)
@@ -282,14 +270,10 @@ class PolicyLossStep(Runtime):
         """
         made = self.plan
         self._mtp.close()
-        streams = frozenset(made.table)  # agreed, so all ranks expect the same vector
-        wanted = [
-            name for part in self.spec.components for name in names(part, self.spec, streams, self.spec.needs_entropy)
-        ]
         # A rank that sees no loss cannot tell an update from an evaluation: it looks, and all decide.
         look = made.ledger.updated or made.batch is None or not self.layout.last_stage
         found = finish.collect(
-            losses, wanted, made, self.layout,
+            losses, finish.expected(self.spec, made), made, self.layout,
             gradient=gradients.largest(self.chunks, self.layout.device) if look else None,
             error=self.unread(made, self._boundaries),
         )  # fmt: skip

@@ -85,8 +85,7 @@ def pack(head: dict[str, int], body: Tensor) -> Tensor:
 def pack_error(error: PGLossError) -> Tensor:
     """The row of a rank with a fault: its text takes the place of the counts."""
     text = error_text(error, BODY * 8 - 8)
-    raw = torch.frombuffer(bytearray(text.ljust((len(text) + 7) // 8 * 8, b" ")), dtype=torch.int64)
-    return pack({"error": error_code(error)}, torch.cat([torch.tensor([len(text)]), raw]))
+    return pack({"error": error_code(error)}, torch.cat([torch.tensor([len(text)]), to_words(text)]))
 
 
 def raise_agreed(rows: Tensor, options: str = PLAN) -> None:
@@ -212,7 +211,18 @@ def error_text(error: PGLossError, room: int) -> bytes:
 
 def _unpack(row: Tensor, faulty: list[int]) -> PGLossError:
     kind, size = int(row[FIELDS.index("error")]), int(row[HEAD])
-    return error_of(kind, row[HEAD + 1 :].contiguous().view(torch.uint8).numpy().tobytes()[:size], faulty)
+    return error_of(kind, of_words(row[HEAD + 1 :], size), faulty)
+
+
+def to_words(text: bytes, words: int = 0) -> Tensor:
+    """``text`` as int64 words for a row, filled with spaces up to ``words`` of them."""
+    size = max(words, (len(text) + 7) // 8)
+    return torch.frombuffer(bytearray(text.ljust(8 * size)), dtype=torch.int64)
+
+
+def of_words(row: Tensor, length: int) -> bytes:
+    """The text of ``length`` bytes that `to_words` put into ``row``."""
+    return row.contiguous().view(torch.uint8).numpy().tobytes()[:length]
 
 
 def error_code(error: PGLossError) -> int:

@@ -106,11 +106,6 @@ def normalized(spec: LossSpec) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def weighed(spec: LossSpec, component: Component) -> bool:
-    """Whether a plan-time correction weighs the component's tokens."""
-    return any(rule.weighs for rule in spec.corrections_on(component, late=False))
-
-
 def base(batch: TokenBatch, component: Component) -> Tensor:
     """bool [T]: the tokens the component is defined on, by authorship."""
     return batch.action_T if component.over == "action" else batch.target_T
@@ -166,8 +161,7 @@ def component_set(
     given_T = batch.weights.get(component.name)
     user_T = flags(count_T, torch.float64) if given_T is None else torch.where(count_T, given_T.double(), 0)
     factor_T = flags(left_T, torch.float64) if given_T is None else torch.where(left_T, user_T, 0)
-    if weighed(spec, component):
-        assert corrected is not None
+    if corrected is not None:
         factor_T = factor_T * torch.where(left_T, corrected.weight, 1)
     if not component.count_rejected:
         count_T = count_T & ~(before_T & ~left_T)

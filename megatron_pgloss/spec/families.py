@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_pgloss.spec.component import Component
-from megatron_pgloss.spec.corrections import CorrectionKind
+from megatron_pgloss.spec.correction import CorrectionKind
 from megatron_pgloss.spec.gates import GateKind
 from megatron_pgloss.spec.kinds import Kind
 from megatron_pgloss.spec.masks import MaskKind
