@@ -81,14 +81,17 @@ def rules(part: Component, spec: LossSpec) -> list[tuple[int, Correction]]:
 
 
 def evidence(rule: Correction, x: Streams) -> Evidence:
-    """What a correction inside the loss looks at."""
-    log_N = _log_ratio(rule, x)
-    units = {name: x._units(name) for name in ("sequence", "turn")}
-    return Evidence(units=units, voters_N=x._voters("sampled", log_N), bound=x.bound, log_N=log_N)
+    """What a correction inside the loss looks at; the same for all that read the ratio of the same log-probs."""
+    if rule.ratio_of not in x.evidence:
+        log_N = ((x.old if rule.ratio_of == "old" else x.logp).detach() - x.rollout).double()
+        units = {name: x._units(name) for name in ("sequence", "turn")}
+        voters_N = x._voters("sampled", log_N)
+        x.evidence[rule.ratio_of] = Evidence(units=units, voters_N=voters_N, bound=x.bound, log_N=log_N)
+    return x.evidence[rule.ratio_of]
 
 
 def _log_ratio(rule: Correction, x: Streams) -> Tensor:
-    return ((x.old if rule.ratio_of == "old" else x.logp).detach() - x.rollout).double()
+    return _known(evidence(rule, x).log_N)
 
 
 CHI2 = "chi2"

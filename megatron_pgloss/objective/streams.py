@@ -13,6 +13,7 @@ from megatron_pgloss.errors import DataError
 from megatron_pgloss.maths import beyond, bounded, finite, flags, selected
 from megatron_pgloss.objective.unit_statistics import Over, UnitStatistics
 from megatron_pgloss.planning import MicroBatch
+from megatron_pgloss.rules.corrections import Evidence
 from megatron_pgloss.spec import Component, LossSpec
 
 __all__ = ["Over", "Streams"]
@@ -39,6 +40,8 @@ class Streams(UnitStatistics):
         self._micro, self._spec, self.component = micro, spec, component
         self.group = micro.group
         self.answers = {}
+        self.evidence: dict[str | None, Evidence] = {}
+        """What corrections look at, by whose ratio to the sampler's they read."""
         self._caller = None
         self._axis: Tensor | None = None
         self.ratio_was_read = False
