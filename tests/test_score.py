@@ -131,17 +131,19 @@ def tour(rank: int, world: int) -> dict[str, Any]:
 
     layouts.quiet()
     rows = jobs.rows_of_step(0, temperature=True)
-    chunks, model_fn = jobs.oracle_model()
-    scores = {}
-    for stream, seed in (("old", POLICY), ("ref", REFERENCE)):
-        deterministic_weights(chunks, seed=seed)
-        with torch.no_grad():
-            scores[stream] = [
-                oracle_logprobs(model_fn(torch.tensor(row["tokens"])[None])[0], row["tokens"], heat_of(row))[0]
-                for row in rows
-            ]
-    layouts.leave(chunks)
-    found = {name: visit(job, rows, scores) for name, job in JOBS.items()}
+    scores: dict[int, dict[str, list[torch.Tensor]]] = {}
+    for layers in {job.depth for job in JOBS.values()}:
+        chunks, model_fn = jobs.oracle_model(layers=layers)
+        scores[layers] = {}
+        for stream, seed in (("old", POLICY), ("ref", REFERENCE)):
+            deterministic_weights(chunks, seed=seed)
+            with torch.no_grad():
+                scores[layers][stream] = [
+                    oracle_logprobs(model_fn(torch.tensor(row["tokens"])[None])[0], row["tokens"], heat_of(row))[0]
+                    for row in rows
+                ]
+        layouts.leave(chunks)
+    found = {name: visit(job, rows, scores[job.depth]) for name, job in JOBS.items()}
     return found | {f"broadcast {name}": shared(job, rows) for name, job in AXES.items()}
 
 

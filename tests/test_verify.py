@@ -154,6 +154,7 @@ def test_a_dropped_factor_in_the_product_ends_with_exit_code_1(tmp_path: Path) -
     assert one["specs"]["dapo"]["loss"] < 1e-10  # the metrics know nothing of it
 
 
+@pytest.mark.slow
 def test_an_error_on_one_rank_alone_is_a_row_and_the_rest_is_said_to_be_unvisited(tmp_path: Path) -> None:
     script = tmp_path / "alone.py"
     script.write_text(ALONE)
