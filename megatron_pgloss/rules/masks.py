@@ -41,7 +41,7 @@ def zero_advantage(batch: TokenBatch, mask: Any) -> Tensor:
 
 
 def not_positive(batch: TokenBatch, mask: Any) -> Tensor:
-    """Tokens whose advantage is not above 0; NaN is not."""
+    """Tokens whose advantage is not above 0, or is NaN."""
     return ~(batch.streams["advantages"] > 0)
 
 

@@ -43,7 +43,7 @@ class TruncatedIS(RatioCorrection):
 
     @property
     def weighs(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     @model_validator(mode="after")
@@ -72,11 +72,11 @@ class TruncatedIS(RatioCorrection):
 
     @property
     def reason(self) -> str:
-        """Its name."""
+        """Its name in reports."""
         return f"{self.level} IS"
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         over = {"token": "", "sequence": "prod_seq ", "turn": "prod_turn ", "geometric": "geomean_seq "}
         r = over.get(self.level, "geomean_turn ") + self._r
         weight = f"min({r}, {self.high:g})" if not self.low else f"clip({r}, {self.low:g}, {self.high:g})"
@@ -101,16 +101,16 @@ class IcePop(RatioCorrection):
 
     @property
     def rejects(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     @property
     def reason(self) -> str:
-        """Its name."""
+        """Its name in reports."""
         return "icepop band"
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         times = f"times {self._r}, " if self.weight else ""
         return f"{times}reject the token where {self._r} is outside [{self.low:g}, {self.high:g}]"
 
@@ -140,11 +140,11 @@ class RatioMask(RatioCorrection):
 
     @property
     def reason(self) -> str:
-        """Its name."""
+        """Its name in reports."""
         return f"{self.unit} {self.mean} mask"
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         joined = "geomean" if self.mean == "geometric" else "prod"
         return f"reject the {self.unit} where {joined} of {self._r} is outside [{self.low:g}, {self.high:g}]"
 
@@ -185,11 +185,11 @@ class Reject(RatioCorrection):
 
     @property
     def reason(self) -> str:
-        """Its name."""
+        """Its name in reports."""
         return f"{self.estimator} {self.statistic} over {self.unit}"
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         value = f"{self.statistic} of {self.estimator}" if self.unit != "token" else self.estimator
         limits = f"> {self.high:g}" if self.low is None else f"outside [{self.low:g}, {self.high:g}]"
         return f"reject the {self.unit} where {value} (r = {self._r}) is {limits}"
@@ -210,11 +210,11 @@ class Veto(RatioCorrection):
 
     @property
     def reason(self) -> str:
-        """Its name."""
+        """Its name in reports."""
         return f"{self.unit} veto"
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         above = "" if self.high is None else f" or > {self.high:g}"
         return f"reject the {self.unit} where any {self._r} is < {self.low:g}{above}"
 
@@ -243,11 +243,11 @@ class Staleness(CorrectionKind):
 
     @property
     def reason(self) -> str:
-        """Its name."""
+        """Its name in reports."""
         return "stale"
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return f"reject the {self.level} sampled more than {self.max_lag} versions ago"
 
 

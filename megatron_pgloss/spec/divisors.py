@@ -18,7 +18,7 @@ _STEEPEST = 16
 
 @dataclass(frozen=True)
 class Divisor:
-    """What is asked of a divisor. ``count``: how many units of the level the unit above holds."""
+    """The interface of a divisor. ``count`` is the number of units of its level in one unit of the level above."""
 
     reads: ClassVar[Literal["count", "average", "nothing"]] = "count"
     """What it is made of: the count of each unit above, the mean of these counts over the step, or nothing."""
@@ -32,7 +32,7 @@ class Divisor:
         """The divisor that ``word`` writes, or None where the word is no form of this kind.
 
         Raises:
-            SpecError: it is, with a number that does not fit.
+            SpecError: the word is such a form, but its number does not fit.
         """
         raise NotImplementedError(f"{cls.__name__} cannot be read")
 
@@ -155,7 +155,7 @@ class Constant(Divisor):
 
 
 DIVISORS: tuple[type[Divisor], ...] = tuple(sorted(Divisor.__subclasses__(), key=lambda kind: kind is Constant))
-"""Every kind of divisor; the number is tried last, as any other word is no number."""
+"""Every kind of divisor. `Constant` is tried last, because it refuses any word that is no number."""
 COUNT = Power(1.0)
 """What a mean divides by."""
 

@@ -23,7 +23,7 @@ StreamName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$", max_length
 Functions = Mapping[str, Callable[[Any], Any]]
 """Name in a file to the function that it stands for."""
 DEEPEST = 16
-"""Tables and lists inside one another that a spec may be read from; its own needs five."""
+"""How deep tables and lists may be nested in the data of a spec; a valid spec needs five levels."""
 
 
 class Statistic(Part):
@@ -44,9 +44,9 @@ class Statistic(Part):
 class Function(Part):
     """A part that calls ``fn(x)``; ``x`` holds the streams of one micro-batch (`megatron_pgloss.objective.Streams`).
 
-    ``needs`` names the optional streams that ``fn`` reads (of the table in docs/conventions.md, ``advantage`` among
-    them, or of the user's own): absent ones are then reported when the step is planned. ``entropy`` there has the
-    entropy computed. ``statistics`` are taken before ``fn`` runs, which it does once per micro-batch.
+    ``needs`` names the optional streams that ``fn`` reads: streams of the table in docs/conventions.md (``advantage``
+    for the advantages), or the user's own. The plan then reports one that is absent. ``"entropy"`` in ``needs`` has the
+    entropy computed. ``statistics`` are taken before ``fn`` runs; it runs once per micro-batch.
     """
 
     fn: Callable[[Any], Any]

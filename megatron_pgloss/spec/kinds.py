@@ -18,7 +18,7 @@ from megatron_pgloss.spec.base import Part
 
 
 class Kind(Part):
-    """What is asked of a kind, whatever its family. A kind overrides what is not so for it."""
+    """The interface of a kind, whatever its family. A default is what holds for most kinds; others override it."""
 
     kind: str
     """Its name in TOML, metrics and errors."""
@@ -46,7 +46,7 @@ class Kind(Part):
 
     @property
     def statistic_reads(self) -> tuple[str, ...]:
-        """Of what it `reads`, what its statistic takes from every token of the unit: the log-probs."""
+        """The part of `reads` that its statistic takes from every token of the unit; by default the log-probs."""
         return tuple(name for name in self.reads if name in ("ratio", "old", "rollout", "ref"))
 
     @property

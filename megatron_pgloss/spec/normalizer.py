@@ -31,7 +31,7 @@ ALIASES = {
     "episode-mean": "mean(episode) > mean(token)",
     "prompt-mean": "mean(prompt) > mean(token)",
 }
-"""verl's mode names, the same in all its versions, and short names; underscores do as well."""
+"""verl's mode names that mean the same in all its versions, and short names; hyphens may be underscores."""
 _NORM = "seq-mean-token-sum-norm"
 _REFUSED = {
     _NORM: "its default divisor is the padded width, which changes with padding; write "

@@ -75,7 +75,7 @@ class PolicyGradient(Component):
 
     @property
     def joins_ratio(self) -> bool:
-        """By its ratio axis."""
+        """Whether its ratio axis is another than ``token``."""
         return self.ratio != "token"
 
     @property
@@ -85,7 +85,7 @@ class PolicyGradient(Component):
 
     @property
     def follows_policy(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     @property
@@ -108,7 +108,7 @@ class PolicyGradient(Component):
         return self.surrogate.formula(base)
 
     def definitions(self, base: str = "old") -> tuple[str, ...]:
-        """The surrogate's, and what r and d are where it writes them."""
+        """The definitions of the surrogate, and what r and d are where its formula holds them."""
         axis = self.axis
         known = {
             "d": "log pi - log sg(pi)" if axis is None else axis.formula(base),

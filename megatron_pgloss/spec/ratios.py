@@ -109,11 +109,11 @@ class CustomRatio(Function, RatioKind):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """What it says that it needs."""
+        """The streams that ``needs`` names."""
         return self.needed
 
     def formula(self, base: str = "old") -> str:
-        """Its name."""
+        """The function's name."""
         return self.to_import_path()
 
 

@@ -17,7 +17,7 @@ Old = Literal["given", "policy", "record", "rollout", "interpolate"]
 
 
 class SpecFields(Part):
-    """What a `LossSpec` holds. Those who check, print and ask a spec take it as this."""
+    """What a `LossSpec` holds: the type that functions which check, print or ask a spec take."""
 
     components: tuple[AnyComponent, ...]
     """At least one; names unique."""
@@ -38,7 +38,8 @@ class SpecFields(Part):
     """The policy's tokens scored on the sets that the sampler drew from; None: on the whole vocabulary."""
     roles: RoleTable = RoleTable()
     empty_sequences: Literal["refuse", "exclude"] = "refuse"
-    """A sequence that has no member of any component before rules: an error that names it, or left out and reported."""
+    """What becomes of a sequence without a member of any component before rules: an error names it (``refuse``), or it
+    is left out and reported (``exclude``)."""
     log_ratio_bound: Positive = 20.0
     """Log-ratios are bounded to plus or minus this before exp; the gradient beyond is 0 and counted."""
 

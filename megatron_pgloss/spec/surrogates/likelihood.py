@@ -16,7 +16,7 @@ class Reinforce(SurrogateKind):
     letters: ClassVar[tuple[str, ...]] = ()
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return "-A log pi"
 
 
@@ -36,7 +36,7 @@ class Distill(SurrogateKind):
         return ("ratio", "ref")
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return "-sg(log ref - log pi) r"
 
 
@@ -54,5 +54,5 @@ class NLL(SurrogateKind):
         return ()
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return "-log pi"

@@ -28,7 +28,7 @@ class Unclipped(SurrogateKind):
     kind: Literal["unclipped"] = "unclipped"
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return "-r A"
 
 
@@ -60,7 +60,7 @@ class Clip(SurrogateKind):
         return self
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return clipped(self.low, self.high, self.dual, self.delta)
 
 
@@ -74,11 +74,11 @@ class SAPO(SurrogateKind):
     tau_negative: Positive = 1.05
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return "-(4/tau) sigmoid(tau (r - 1)) A"
 
     def definitions(self, base: str = "old") -> tuple[str, ...]:
-        """tau."""
+        """What tau is."""
         return (f"tau = {self.tau_positive:g} where A > 0, {self.tau_negative:g} where A <= 0",)
 
 
@@ -99,5 +99,5 @@ class DRO(SurrogateKind):
         return True
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return f"-A d + {self.beta / 2:g} d^2"

@@ -97,5 +97,5 @@ class Surrogate(Function, SurrogateKind):
         return True
 
     def formula(self, base: str = "old") -> str:
-        """Its name."""
+        """The function's name."""
         return self.to_import_path()
