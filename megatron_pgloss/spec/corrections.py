@@ -55,7 +55,7 @@ class TruncatedIS(RatioCorrection):
 
     @property
     def normalizes(self) -> bool:
-        """As ``normalize`` says, over the batch; within a sequence nothing is decided over the step."""
+        """Whether the mean is over the global batch; the mean within a sequence (``normalize="sequence"``) is not."""
         return self.normalize is True
 
     @property
@@ -96,7 +96,7 @@ class IcePop(RatioCorrection):
 
     @property
     def weighs(self) -> bool:
-        """As ``weight`` says."""
+        """The value of ``weight``."""
         return self.weight
 
     @property
@@ -180,7 +180,7 @@ class Reject(RatioCorrection):
 
     @property
     def joined_by(self) -> Literal["mean", "sum", "max"]:
-        """As ``statistic`` says."""
+        """The value of ``statistic``."""
         return self.statistic
 
     @property

@@ -108,7 +108,7 @@ class UserMask(MaskKind):
 
     @property
     def reads_mask(self) -> str:
-        """Its name."""
+        """The name of the user's mask."""
         return self.name
 
     @property
