@@ -100,8 +100,8 @@ class Streams(UnitStatistics):
         return self._constant(name)
 
     def wide(self, name: str) -> Tensor:
-        """A constant stream of several numbers a token, [N, k]: int64 ids with -1 for none and outside what the
-        component sees, or floats beside them. k is 0 on a rank without rows.
+        """A constant stream of several numbers per token, [N, k]: int64 ids, -1 for none and outside ``visible``; or
+        one float for each of these ids. k is 0 on a rank without rows.
         """
         given = self._micro.wide(name)
         given_Nk = given.reshape(self.logp.numel(), given.size(-1))
