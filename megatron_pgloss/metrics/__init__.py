@@ -1,4 +1,5 @@
-"""Metrics as typed reductions: a sum with its own count, an extreme; each adds exactly over micro-batches and ranks.
+"""Metrics as typed reductions: a sum with its own count, or an extreme; both merge exactly over micro-batches and
+ranks.
 
 A mean is never averaged again: what travels is ``(sum, count)`` in float64, and the division happens once, on
 the reduced pair. A row of the table `METRICS` holds everything about one metric: which components have it, its value,
