@@ -55,7 +55,7 @@ def _rebuild(
 
 
 class SpecError(PGLossError):
-    """A loss specification that cannot be: unknown key, value out of range, parts that contradict."""
+    """A loss specification that is invalid: unknown key, value out of range, parts that contradict each other."""
 
 
 class DataError(PGLossError):

@@ -63,7 +63,7 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(
         mode="a fused head on another output layer than ColumnParallelLinear",
         found=conditions.fused_on(conditions.other_layer),
-        reason="it computes the layer's GEMM itself, and knows no other layer's",
+        reason="the head computes the layer's GEMM itself, and knows no other layer's",
         fix="head='given'",
     ),
     Refusal(
