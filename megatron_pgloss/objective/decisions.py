@@ -122,13 +122,13 @@ def _one_each(unit: UnitSums, mask_T: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Where a gate of the statistics pass is decided."""
+    """The context in which a gate of the statistics pass is decided."""
 
     plan: Plan
     job: Job
     """Statistics over the tokens of all data-parallel ranks."""
     thresholds: dict[str, float]
-    """Takes the threshold that was found, by name, for the report."""
+    """Thresholds by name, for the report; a gate enters the one that it found."""
 
 
 def _entropy_quantile(gate: EntropyGate, x: Streams, scene: Scene) -> Tensor:

@@ -127,7 +127,7 @@ class Measured:
 
     @property
     def held(self) -> Tensor:
-        """Where the log-ratio's bound took the gradient."""
+        """Where the log-ratio bound took the gradient."""
         return self._none if self._outcome.held_N is None else self._outcome.held_N
 
     @property
@@ -173,7 +173,7 @@ class Measured:
 
     @property
     def rejected(self) -> Tensor:
-        """Where a correction rejects."""
+        """Where a correction rejected the token."""
         return ~(self.x.members if self._late.spares_N is None else self._spared)
 
     @property

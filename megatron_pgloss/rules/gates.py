@@ -58,7 +58,7 @@ def asked(gate: AnyGate, x: GateStreams) -> Asked | None:
 
 
 def apply(gate: AnyGate, x: GateStreams, key: Hashable) -> Verdict:
-    """Which tokens pass; a user's gate may give a weight instead.
+    """The verdict of a gate: which tokens pass, or a weight from a user's gate.
 
     Args:
         gate: any gate but those that need the statistics pass.

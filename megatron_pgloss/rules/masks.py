@@ -51,7 +51,7 @@ def unmarked(batch: TokenBatch, mask: UserMask) -> Tensor:
 
 
 def apply(mask: Mask, batch: TokenBatch) -> Verdict:
-    """Which tokens the mask leaves."""
+    """The verdict of a mask: which tokens it leaves."""
     return Verdict(passes=~TAKEN[mask.kind](batch, mask))
 
 

@@ -45,7 +45,7 @@ class Component(Kind):
 
     @property
     def over(self) -> Literal["action", "observation"]:
-        """The tokens it is defined on, before rules."""
+        """The tokens that it runs over, before rules."""
         return "action"
 
     @property

@@ -36,9 +36,9 @@ class KL(Component):
     estimator: Literal["k1", "k2", "k3", "abs", "exact"] = "k3"
     gradient: Literal["plain", "k2", "weighted"] = "plain"
     to: Literal["ref", "old", "rollout"] = "ref"
-    """What pi is compared with."""
+    """The policy that pi is compared with."""
     base: Literal["old", "rollout"] = "old"
-    """Which policy the tokens were sampled from, for the weight of ``weighted``."""
+    """The policy that sampled the tokens, in the denominator of the weight of ``weighted``."""
 
     @model_validator(mode="after")
     def _exact_alone(self) -> KL:
@@ -52,7 +52,7 @@ class KL(Component):
 
     @property
     def takes_exp(self) -> bool:
-        """In k3, and in the weight of ``weighted``."""
+        """Whether the estimate has an exp: k3 has, and the weight of ``weighted``."""
         return self.estimator == "k3" or self.gradient == "weighted"
 
     @property
@@ -68,7 +68,7 @@ class KL(Component):
         return ("kl",)
 
     def formula(self, base: str = "old") -> str:
-        """The estimate, and its gradient where that is another's."""
+        """The estimate, and its gradient where it is that of another estimate."""
         if self.estimator == "exact":
             return "sum_v pi_v (log pi_v - log ref_v)"
         value = {"k1": "d", "k2": "d^2/2", "k3": "exp(-d) + d - 1", "abs": "|d|"}[self.estimator]
@@ -211,7 +211,7 @@ class Value(Component):
 
     @property
     def reads_logprobs(self) -> bool:
-        """It reads none."""
+        """Always false."""
         return False
 
     @property
@@ -252,7 +252,7 @@ class Term(Function, Component):
 
     @property
     def takes_exp(self) -> bool:
-        """It may read ``x.ratio``: nothing is known of it."""
+        """Always true: the function may read ``x.ratio``."""
         return True
 
     @property

@@ -34,7 +34,7 @@ class TruncatedIS(RatioCorrection):
     kind: Literal["truncated_is"] = "truncated_is"
     level: Literal["token", "sequence", "turn", "geometric", "turn_geometric"] = "token"
     low: Distance = 0.0
-    """Weights below are raised to it; 0 is off."""
+    """Weights below it are raised to it; with 0 none is."""
     high: Positive = 2.0
     normalize: Flag | Literal["sequence"] = False
     """Divide by the mean weight of the global batch, over the trained tokens (level token) or over the units that have
@@ -135,7 +135,7 @@ class RatioMask(RatioCorrection):
 
     @property
     def joined_by(self) -> Literal["sum", "mean"]:
-        """The logarithms of a product, or of a geometric mean."""
+        """``sum`` of the logarithms for a product of ratios, ``mean`` for their geometric mean."""
         return "mean" if self.mean == "geometric" else "sum"
 
     @property

@@ -83,11 +83,11 @@ class Power(Divisor):
         return count**self.exponent
 
     def plain(self, count: str) -> str:
-        """As in ``sqrt(n)``."""
+        """The root or power of ``count`` as text, such as ``sqrt(n)``."""
         return {1.0: count, 0.5: f"sqrt({count})"}.get(self.exponent, f"{count}^{self.exponent:g}")
 
     def latex(self, count: str, unit: str) -> str:
-        """As in the square root of n."""
+        """The root or power of ``count`` in LaTeX."""
         known = {1.0: count, 0.5: rf"\sqrt{{{count}}}"}
         return known.get(self.exponent, rf"({count})^{{{self.exponent:g}}}")
 
@@ -113,11 +113,11 @@ class Average(Divisor):
         return count
 
     def plain(self, count: str) -> str:
-        """As in ``mean of n``."""
+        """The mean as text, such as ``mean of n``."""
         return f"mean of {count}"
 
     def latex(self, count: str, unit: str) -> str:
-        """An n with a bar."""
+        """The mean in LaTeX, an n with a bar."""
         return rf"\overline{{n}}^{{\,\mathrm{{{unit}}}}}"
 
 

@@ -87,10 +87,10 @@ class Function(Part):
 
 
 def looked_up(data: Any, functions: Functions | None, depth: int = 0) -> Any:
-    """Plain data with every function's name replaced by what it stands for.
+    """Plain data with every function's name replaced by the function that it stands for.
 
     Raises:
-        SpecError: a name that ``functions`` does not have, or tables nested deeper than a spec's are.
+        SpecError: ``functions`` does not have a name, or tables are nested deeper than those of a spec.
     """
     if depth > DEEPEST:
         raise SpecError("a spec is not nested so deeply", expected=f"at most {DEEPEST} tables and lists in one another")

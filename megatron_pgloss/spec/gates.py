@@ -83,8 +83,8 @@ class TVGate(GateKind):
 
 
 class KLGate(GateKind):
-    """Binary-KL trust region on the sampled token (DPPO-KL 2602.04879): with ``D = b log(b/pi) + (1-b) log((1-b)/(1-
-    pi))``, b = base, dropped where ``D > threshold`` and ``(A > 0 and pi > b) or (A < 0 and pi < b)``.
+    """Binary-KL trust region on the sampled token (DPPO-KL 2602.04879): a token is dropped where ``D > threshold`` and
+    ``(A > 0 and pi > b) or (A < 0 and pi < b)``, with ``D = b log(b/pi) + (1-b) log((1-b)/(1-pi))`` and b = base.
     """
 
     kind: Literal["binary_kl"] = "binary_kl"
@@ -207,12 +207,12 @@ class SecondMomentGate(GateKind):
 
 
 class CovarianceGate(GateKind):
-    """Tokens by their covariance ``(A - mean A)(log pi - mean log pi)`` over the member tokens of the step
+    """Tokens are selected by their covariance ``(A - mean A)(log pi - mean log pi)`` over the member tokens of the step
     (2505.22617). Needs the statistics pass.
 
-    ``select="band"``: of the tokens with covariance in ``[low, high]``, a number of ``share`` times all members, drawn
-    at random by sample id and position (Clip-Cov). ``select="top"``: the ``share`` of largest covariance (KL-Cov).
-    ``effect="drop"``: the selected ones are dropped; ``"keep"``: all others are (a KL term on the selected ones alone).
+    ``select="band"`` draws ``share`` times the number of members from the tokens with covariance in ``[low, high]``, at
+    random by sample id and position (Clip-Cov); ``select="top"`` takes the ``share`` of largest covariance (KL-Cov).
+    ``effect="drop"`` drops the selected tokens, ``"keep"`` drops all others (for a KL term on the selected ones alone).
     """
 
     kind: Literal["covariance"] = "covariance"
@@ -222,7 +222,7 @@ class CovarianceGate(GateKind):
     high: Finite = 5.0
     effect: Literal["drop", "keep"] = "drop"
     seed: Whole = 0
-    """Of the draw; the same seed selects the same tokens on every layout."""
+    """Seed of the draw; the same seed selects the same tokens on every layout."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -248,8 +248,8 @@ class CovarianceGate(GateKind):
 
 
 class Gate(Function, GateKind):
-    """A gate of the user's own: ``fn(x) -> [T]``: bool, true keeps; or float, a constant factor of the term (a soft
-    gate). Held fixed either way.
+    """A gate of the user's own, ``fn(x) -> [T]``: a bool, true where the token stays; or a float, a constant factor of
+    the term (a soft gate). No gradient passes through either.
 
     Args (positional allowed):
         fn: the function.

@@ -1,4 +1,4 @@
-"""Under which distribution the policy's tokens are scored, where the sampler could not draw every token."""
+"""The distribution under which the policy's tokens are scored, where the sampler could not draw every token."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron_pgloss.spec.base import Part
 class KeptSet(Part):
     """Score the policy's tokens on the set K that the sampler drew from: log-prob, entropy and KL renormalised on it.
 
-    The set of a token is what top-k, top-p, min-p or a grammar left of the vocabulary; other tokens (observations, say)
-    keep the whole of it.
+    The set of a token is the part of the vocabulary that top-k, top-p, min-p or a grammar left. Tokens that the policy
+    did not sample, such as observations, are scored on the whole vocabulary.
     """
 
     source: Literal["recorded", "recomputed"]
     """``recorded``: the batch's ``kept_sets``, the sampler's own; a token without any was drawn from the whole
     vocabulary. ``recomputed``: from the scored model's logits, by the batch's temperature, ``top_k``, ``top_p`` and
-    ``min_p``; ties at a threshold are kept, all of them."""
+    ``min_p``; all ties at a threshold are kept."""
     outside: Literal["refuse", "drop", "add"] = "refuse"
     """What becomes of a sampled token that is not in its set. ``refuse``: an error names it. ``drop``: it leaves the
     components over actions. ``add``: it joins its set."""

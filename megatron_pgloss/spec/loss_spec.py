@@ -123,8 +123,8 @@ class LossSpec(SpecFields):
 
     @property
     def field_readers(self) -> dict[str, tuple[str, ...]]:
-        """Optional field of the batch beside its streams (``terminations``, ``sample_ids``, ``versions``) to those who
-        read it.
+        """Optional field of the batch beside its streams (``terminations``, ``sample_ids``, ``versions``) to the parts
+        that read it.
         """
         return reads.field_readers(self)
 
@@ -159,7 +159,7 @@ class LossSpec(SpecFields):
 
     @property
     def version_readers(self) -> tuple[str, ...]:
-        """Who reads the versions of the tokens."""
+        """The parts of the spec that read the versions of the tokens."""
         return self.field_readers.get("versions", ())
 
     def corrections_on(self, component: Component, *, late: bool) -> tuple[Correction, ...]:

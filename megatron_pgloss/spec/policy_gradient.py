@@ -68,7 +68,7 @@ class PolicyGradient(Component):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """What surrogate and ratio read."""
+        """The streams that surrogate and ratio read."""
         ratio = "ratio" in self.surrogate.reads and self.ratio != "none"
         found = [name for name in self.surrogate.reads if name != "ratio"]
         return tuple(dict.fromkeys((*(("old",) if ratio else ()), *found, *(self.axis.reads if self.axis else ()))))
@@ -80,7 +80,7 @@ class PolicyGradient(Component):
 
     @property
     def clips(self) -> bool:
-        """As the surrogate says."""
+        """Whether the surrogate has bounds."""
         return self.surrogate.bounds
 
     @property
@@ -90,21 +90,21 @@ class PolicyGradient(Component):
 
     @property
     def takes_exp(self) -> bool:
-        """Where it has a ratio."""
+        """Whether it has a ratio, which is an exp."""
         return self.has_ratio
 
     @property
     def moves_at_zero_advantage(self) -> bool:
-        """As the surrogate says."""
+        """Whether the surrogate moves the policy where A = 0."""
         return self.surrogate.moves_at_zero_advantage
 
     @property
     def needs_statistics_pass(self) -> bool:
-        """As the surrogate says: it may read all sequences of a prompt at once, which the pass brings together."""
+        """Whether the surrogate does: it may read all sequences of a prompt at once, which the pass gathers."""
         return self.surrogate.needs_statistics_pass
 
     def formula(self, base: str = "old") -> str:
-        """The surrogate's."""
+        """The formula of the surrogate."""
         return self.surrogate.formula(base)
 
     def definitions(self, base: str = "old") -> tuple[str, ...]:

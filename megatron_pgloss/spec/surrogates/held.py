@@ -75,7 +75,7 @@ class TOPR(SurrogateKind):
 
 class VESPO(SurrogateKind):
     """Gamma-shaped weight as a constant: ``l = -sg(phi(r)) A log pi``, ``phi(w) = w^k exp(lam (1 - w))`` (2602.10693),
-    1 at w = 1. Meant for the ratio of a whole sequence (``ratio="sequence_sum"``).
+    1 at w = 1. It is meant for the ratio of a whole sequence (``ratio="sequence_sum"``).
     """
 
     kind: Literal["vespo"] = "vespo"

@@ -60,13 +60,13 @@ class FIPO(SurrogateKind):
     low: BelowOne | StreamName = 0.2
     high: Bound = 0.28
     delta: AboveOne | None = None
-    """Cap of the ratio where A < 0, and of what enters the sum."""
+    """Cap of the ratio where A < 0; tokens with a ratio above it do not enter the sum of f."""
     half_life: Positive = 32.0
     reach: Positive = 0.2
     both: Flag = False
-    """Let f fall to 1 - reach too."""
+    """Whether f may fall to 1 - reach as well."""
     safe_ratio: AboveOne | None = None
-    """Where A < 0 and r is above it, f is clipped to [0.8, 1] besides."""
+    """Ratio above which f is also clipped to [0.8, 1] where A < 0; None: nowhere."""
     letters: ClassVar[tuple[str, ...]] = ("d", "r")
     bounds: ClassVar[bool] = True
     token_ratio_only: ClassVar[bool] = True
@@ -116,7 +116,7 @@ class REAL(SurrogateKind):
 
     @property
     def needs_statistics_pass(self) -> bool:
-        """Where it reads all sequences of a prompt at once."""
+        """Whether it reads all sequences of a prompt at once."""
         return self.form == "group"
 
     def check_home(self, component: Home) -> None:

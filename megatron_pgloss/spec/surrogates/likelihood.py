@@ -21,8 +21,8 @@ class Reinforce(SurrogateKind):
 
 
 class Distill(SurrogateKind):
-    """On-policy distillation by policy gradient: ``l = -sg(log ref - log pi) r``: the advantage of a token is what the
-    reference (the teacher) gives it above the policy. Reads no advantages.
+    """On-policy distillation by policy gradient, ``l = -sg(log ref - log pi) r``: the advantage of a token is the
+    log-prob of the reference (the teacher) minus that of the policy. Reads no advantages.
 
     prime-rl's ``ref_kl`` is this with ``old="rollout"``, a gate that drops tokens with pi - mu < -0.2, and a k2 drift
     term (`megatron_pgloss.presets.distill`).

@@ -37,7 +37,8 @@ class Clip(SurrogateKind):
     eq. 10).
 
     With ``dual=c`` and A < 0 the term is ``-max(min(...), c A)`` (1912.09729 eq. 5). With ``delta`` it is ``-min(min(r,
-    delta) A, clip(r, ...) A)`` (INTELLECT-2 2505.07291): the same where delta > 1 + high, which it must be.
+    delta) A, clip(r, ...) A)`` (INTELLECT-2 2505.07291), which differs for A < 0 alone, as ``delta`` must be above 1 +
+    high.
     """
 
     kind: Literal["clip"] = "clip"
