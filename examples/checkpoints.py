@@ -16,7 +16,7 @@ from megatron.core.utils import unwrap_model
 from optimizers import Optimizer
 
 _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ()}
-"""What plain torch keeps per parameter."""
+"""The state that plain torch keeps for each parameter."""
 
 
 def _sharded(chunks: list, optimizer: Optimizer, *, is_loading: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a run leaves behind and shows while it runs: metrics as JSON lines, TensorBoard, curve, token page, progress."""
+"""The output of a run: metrics as JSON lines, TensorBoard, a learning curve, a token page, and progress on the way."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHOWN = {
     "environment_entropy": "of at least",
     "seconds": "s",
 }
-"""Figures of an iteration that the progress shows, and how it calls them."""
+"""Figures of an iteration that the progress shows, with their labels."""
 
 
 def installed(*modules: str) -> bool:
@@ -37,7 +37,8 @@ def installed(*modules: str) -> bool:
 class Logbook:
     """Rank 0's files under ``folder``; on other ranks every method does nothing.
 
-    ``metrics.jsonl`` holds one object a line: ``"kind": "step"`` per optimizer step, ``"iteration"`` per rollout batch.
+    ``metrics.jsonl`` holds one object per line: ``"kind": "step"`` for an optimizer step, ``"iteration"`` for a rollout
+    batch.
     """
 
     def __init__(self, folder: str, *, active: bool, append: bool, total: int, plain: bool) -> None:
@@ -90,12 +91,12 @@ class Logbook:
             print(f"iteration {number}/{self.total}  {figures}", flush=True)
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
-        """What has been written of one kind."""
+        """The lines of one kind that have been written."""
         found = [json.loads(line) for line in self.metrics.read_text().splitlines()]
         return [line for line in found if line["kind"] == kind]
 
     def curve(self, levels: dict[str, float]) -> str:
-        """Draw greedy and sampled success over iterations against the reference levels; say where it lies."""
+        """Draw greedy and sampled success over iterations against the reference levels; return where the file lies."""
         if not installed("matplotlib"):
             return "no curve (pip install matplotlib)"
         lines = self.lines("iteration")
@@ -113,7 +114,7 @@ class Logbook:
         return str(path)
 
     def page(self, plan: Plan, rollouts: list[Rollout], hunt: Hunt, title: str) -> str:
-        """Write the rows of the last optimizer step that this rank holds as one coloured page; say where it lies."""
+        """Write this rank's rows of the last optimizer step as one coloured page; return where the file lies."""
         if not installed("jinja2"):
             return "no token page (pip install jinja2)"
         assert plan.batch is not None and plan.batch.sample_ids is not None
@@ -126,7 +127,7 @@ class Logbook:
         )
 
     def close(self) -> None:
-        """End bar and TensorBoard."""
+        """Close the progress bar and TensorBoard."""
         if self.bar is not None:
             self.bar.stop()
         if self.board is not None:

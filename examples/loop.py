@@ -1,4 +1,4 @@
-"""The loop around a `Run`: what it prints at the start, writes on the way and reports at the end."""
+"""The loop around a `Run`, with its output: an introduction, metrics on the way, and a report at the end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer import Run
 
 
 def introduce(run: Run, log: Logbook) -> dict[str, float]:
-    """Print layout, loss and task; return the success rates to hold the policy against."""
+    """Print layout, loss and task; return the success rates with which the policy is compared."""
     at, hunt = run.ranks, run.hunt
     sizes = " x ".join(f"{axis} {getattr(at, axis)}" for axis in ("tp", "pp", "vpp", "cp", "ep", "dp"))
     log.say(
@@ -50,7 +50,7 @@ def train(run: Run, log: Logbook) -> tuple[Any, Any]:
 
 
 def summary(steps: list[dict[str, Any]]) -> dict[str, float]:
-    """An iteration's figures from its steps: means, but the ratio of the last."""
+    """An iteration's figures from its steps: means over the steps, but the ratio of the last step."""
 
     def mean(*names: str) -> float:
         return sum(step.get(name, 0.0) for step in steps for name in names) / len(steps)
@@ -68,7 +68,7 @@ def summary(steps: list[dict[str, Any]]) -> dict[str, float]:
 def report(
     run: Run, log: Logbook, levels: dict[str, float], before: float, seconds: float, last: tuple[Any, Any]
 ) -> None:
-    """Final games, files, and everything a reader wants to know at the end."""
+    """Play the final games, write the files, and print the results."""
     args, hunt = run.args, run.hunt
     after = greedy_success(run.policy, hunt)
     fresh = sample(

@@ -1,4 +1,4 @@
-"""The optimizer behind one face (Megatron's own, or plain torch on ``main_grad``, float64 too), and the norm."""
+"""One interface to Megatron's optimizer and to plain torch on ``main_grad`` (float64 too), and the gradient norm."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def gradient_norm(chunks: list, *, distributed: bool) -> float:
 class Optimizer:
     """``kind`` is ``megatron`` (Adam, as Megatron's trainer builds it), ``adam`` or ``sgd`` (plain torch).
 
-    The plain ones take ``main_grad`` as it is, in the model's dtype, clip by the norm they are given, and keep nothing
-    but torch's own state.
+    The plain optimizers take ``main_grad`` as it is, in the model's dtype, clip by the norm they are given, and keep
+    nothing but torch's own state.
     """
 
     def __init__(self, kind: str, chunks: list, *, lr: float, eps: float, clip: float, distributed: bool) -> None:
@@ -56,12 +56,12 @@ class Optimizer:
             self.inner = torch.optim.SGD(self.params, lr=lr)
 
     def set_lr(self, lr: float) -> None:
-        """Learning rate of the next step."""
+        """Set the learning rate of the next step."""
         for group in self.inner.param_groups:
             group["lr"] = lr
 
     def zero_grad(self) -> None:
-        """Before a step's schedule."""
+        """Set all gradients to zero; call it before a step's schedule."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.inner.zero_grad()

@@ -1,4 +1,4 @@
-"""Command line of train_rl.py, and what follows from it: layout, loss, task."""
+"""The command line of train_rl.py, and the layout, loss and task that follow from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAYOUT = ("tp", "pp", "vpp", "cp", "ep")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Arguments of one run."""
+    """The arguments of one run."""
     parser = argparse.ArgumentParser(
         prog="train_rl.py",
         description="Train a Megatron-Core model by policy gradient to hunt a hidden number.",

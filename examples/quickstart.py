@@ -3,8 +3,8 @@
     python examples/quickstart.py
 
 The model reads a digit n and writes ticks until it writes the end token. The reward is highest for exactly n ticks.
-No answer is ever shown to it. It takes seconds on one CPU core. Token ids: 0 is the end, 1 to 6 are the digits, 7 is
-the tick.
+No answer is ever shown to it. The run takes seconds on one CPU core. Token ids: 0 is the end, 1 to 6 are the digits,
+7 is the tick.
 """
 
 import torch
@@ -14,7 +14,7 @@ from megatron_pgloss.metrics import merge_all
 
 END, DIGITS, TICK, VOCAB = 0, 6, 7, 8
 WIDTH = 1 + 2 * DIGITS  # the digit, then at most 12 sampled tokens
-PROMPTS, GROUP, STEPS = 16, 8, 40  # 16 prompts a step, 8 answers to each
+PROMPTS, GROUP, STEPS = 16, 8, 40  # 16 prompts per step, 8 answers to each
 
 
 class Model(torch.nn.Module):
@@ -38,7 +38,7 @@ def sample(model: Model, digits: torch.Tensor, greedy: bool = False) -> dict[str
     tokens = torch.full((rows, WIDTH), END)
     tokens[:, 0] = digits
     action = torch.zeros(rows, WIDTH, dtype=torch.bool)  # which tokens the policy sampled
-    logprobs = torch.zeros(rows, WIDTH)  # what the policy gave them at that moment
+    logprobs = torch.zeros(rows, WIDTH)  # their log-probs when they were sampled
     running = torch.ones(rows, dtype=torch.bool)
     for i in range(1, WIDTH):
         log_p = model(tokens[:, :i])[:, -1].log_softmax(-1)
@@ -54,7 +54,7 @@ def sample(model: Model, digits: torch.Tensor, greedy: bool = False) -> dict[str
 
 
 def group_advantages(reward: torch.Tensor) -> torch.Tensor:
-    """Reward against the mean of the answers to the same prompt: [B] to [B]."""
+    """The reward minus the mean reward of the answers to the same prompt: [B] to [B]."""
     groups = reward.view(PROMPTS, GROUP)
     return (groups - groups.mean(1, keepdim=True)).view(-1)
 
@@ -85,7 +85,7 @@ def main() -> None:
             old_logprobs=rollouts["logprobs"],
             prompt_ids=torch.arange(PROMPTS).repeat_interleave(GROUP),
         )
-        # Two optimizer updates per batch: half the prompts each. In the second the ratio pi/old is no longer 1.
+        # Two optimizer updates per batch, each on half of the prompts. In the second the ratio pi/old is no longer 1.
         for update, mini in enumerate(pg.minibatches([batch], 2, by="prompt", seed=step)):
             plan = pg.plan(mini, spec, split=pg.Split(sequences=16))
             if (step, update) == (1, 0):

@@ -1,4 +1,4 @@
-"""Rollouts to a file and back: a run with ``--replay`` is a function of the file and the seed alone."""
+"""Writing rollouts to a file and reading them back. A run with ``--replay`` depends on the file and the seed alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_pgloss.megatron import Layout
 
 
 class Recorder:
-    """Writes every iteration's rollouts of all ranks, one JSON object a line, in order of (iteration, index)."""
+    """Writes every iteration's rollouts of all ranks, one JSON object per line, in order of (iteration, index)."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
@@ -44,7 +44,7 @@ def read(path: str) -> list[list[Rollout]]:
     """Rollouts of a record file, one list per iteration.
 
     Raises:
-        DataError: no such file, no rollouts, or a line of another form.
+        DataError: there is no such file, it has no rollouts, or a line has another form.
     """
     names = {field.name for field in fields(Rollout)}
     found: dict[int, list[Rollout]] = {}
@@ -61,7 +61,7 @@ def read(path: str) -> list[list[Rollout]]:
 
 
 def deal(rollouts: list[Rollout], rank: int, size: int) -> list[Rollout]:
-    """A data-parallel rank's rows: uneven on purpose, and every prompt straddles ranks.
+    """A data-parallel rank's rows. The deal is uneven on purpose, and the rollouts of a prompt lie on several ranks.
 
     The first rollout of each prompt goes to the last rank, the others round robin to the rest: the last rank has far
     fewer rows, so that some of its micro-batches stay empty.

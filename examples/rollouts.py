@@ -28,18 +28,18 @@ class Rollout:
     index: int
     """Place among the iteration's rollouts of all ranks."""
     hidden: int
-    """The number to find: what GRPO calls the prompt."""
+    """The number to find, which is the prompt of GRPO's groups."""
     tokens: list[int]
     """``bos d d answer d d answer ...``"""
     logprobs: list[float]
-    """Of the two digits of every turn, under the very distribution they were drawn from."""
+    """Log-probs of the two digits of every turn, under the distribution that they were drawn from."""
     reward: float
     success: bool
     advantage: float
 
     @property
     def name(self) -> str:
-        """Sample id."""
+        """The sample id."""
         return f"{self.iteration}/{self.index}"
 
 
@@ -51,7 +51,7 @@ def uniform(*key: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Prefix:
-    """What `PolicyLossStep.run_model` reads of a micro-batch."""
+    """The fields of a micro-batch that `PolicyLossStep.run_model` reads."""
 
     input_ids: Tensor
     position_ids: Tensor
@@ -61,8 +61,8 @@ class _Prefix:
 class Policy:
     """The model as a policy: log-probs of the next token, from one forward-only pass of Megatron's schedule.
 
-    Every token is a full recompute of its prefix: a model of this size needs no cache, and the pass is the one that
-    training uses, on any layout.
+    For every token the whole prefix is computed again: a model of this size needs no cache, and the pass is the one
+    that training uses, on any layout.
     """
 
     def __init__(self, step: pgm.PolicyLossStep, hunt: Hunt) -> None:
@@ -168,9 +168,10 @@ def greedy_success(policy: Policy, hunt: Hunt) -> float:
 
 
 def group_advantages(reward_N: Tensor, group_N: Tensor, *, scale: bool) -> Tensor:
-    """Reward less the mean of its group, over the group's standard deviation where ``scale`` (2402.03300, 4.1.2).
+    """Reward minus the mean of its group, divided by the group's standard deviation where ``scale`` (2402.03300,
+    4.1.2). float64 [N], int64 [N] -> float64 [N].
 
-    A group whose rewards are all equal teaches nothing: 0. float64 [N], int64 [N] -> float64 [N].
+    The advantages of a group whose rewards are all equal are 0.
     """
     out_N = torch.zeros_like(reward_N)
     for group in group_N.unique():
@@ -197,7 +198,7 @@ def sample(
     hidden_N = torch.tensor([order[i % hunt.numbers] for i in range(prompts)]).repeat_interleave(group_size)
     total, layout = len(hidden_N), policy.layout
     first, last = (total * rank // layout.dp_size for rank in (layout.dp_rank, layout.dp_rank + 1))
-    # Equally many rows on every rank, for the sake of expert parallelism; what is too much is not kept.
+    # Expert parallelism needs equally many rows on every rank; rows beyond this rank's share are not returned.
     rows = [min(first + i, total - 1) for i in range(-(-total // layout.dp_size))]
     tokens_BL, logp_BA, state = play(
         policy, hunt, hidden_N[rows],
@@ -223,7 +224,7 @@ def sample(
 
 
 def to_batches(rollouts: list[Rollout], hunt: Hunt, spec: pg.LossSpec) -> list[pg.TokenBatch]:
-    """The rollouts as the loss reads them: spans with their authors; an empty list where there are none."""
+    """The rollouts as a batch of spans with authors, in a list; an empty list where there are none."""
     return [pg.TokenBatch.from_traces([_trace(rollout) for rollout in rollouts], roles=spec.roles)] if rollouts else []
 
 

@@ -31,9 +31,9 @@ def join() -> None:
 
 
 def main() -> None:
-    """Parse, join, train, leave."""
+    """Parse the arguments, join the process group, train, and leave the group."""
     args = options.parse()
-    # Megatron-Core says at every import what is not installed, and what it will deprecate.
+    # At every import Megatron-Core warns of packages that are not installed, and of deprecations.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
     logging.disable(logging.WARNING)
     join()

@@ -1,4 +1,4 @@
-"""One training run on one rank: model, optimizer, rollouts, and what happens in an iteration."""
+"""One training run on one rank: model, optimizer, rollouts, and the work of an iteration."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ class Run:
 
     @torch.no_grad()
     def score(self, batches: list[pg.TokenBatch]) -> list[pg.TokenBatch]:
-        """Old log-probs by the present weights; reference ones by the initial weights, where the loss reads them."""
+        """Score old log-probs with the present weights, and reference log-probs with the initial ones where the loss
+        reads them.
+        """
         batches = self.step.score(batches, into="old")
         if "ref" not in self.spec.readers:
             return batches
@@ -81,7 +83,7 @@ class Run:
                 param.data.copy_(value)
 
     def observations(self, batches: list[pg.TokenBatch], rollouts: list[Rollout]) -> dict[str, float]:
-        """Mean cross entropy of the model on the environment's answers, and the environment's own entropy there."""
+        """The mean cross entropy of the model on the environment's answers, and the environment's own entropy there."""
         sums = torch.zeros(3, dtype=torch.float64)
         for batch in batches:
             sums[0] -= torch.where(batch.observation_T, batch.streams["old"], 0).double().sum()
@@ -146,7 +148,7 @@ class Run:
 
     @property
     def fading(self) -> float:
-        """From 1 to 0 over the run; 1 throughout where rollouts are replayed."""
+        """A factor that falls from 1 to 0 over the run; it stays 1 where rollouts are replayed."""
         return 1.0 if self.replayed is not None else 1 - self.iteration / self.args.iterations
 
     @property
@@ -161,7 +163,7 @@ class Run:
         return self.args.max_steps is not None and self.steps >= self.args.max_steps
 
     def outcome(self, rollouts: list[Rollout]) -> dict[str, float]:
-        """Means over the rollouts of all ranks; entropy as the mean of -log pi of what was sampled."""
+        """Means over the rollouts of all ranks; the entropy is the mean of -log pi of the sampled tokens."""
         rows = torch.tensor(
             [(r.success, r.reward, -sum(r.logprobs), len(r.logprobs), 1) for r in rollouts], dtype=torch.float64
         )

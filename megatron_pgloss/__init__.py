@@ -1,6 +1,6 @@
 """megatron_pgloss: a policy-gradient loss for Megatron-Core, the same gradient on every layout.
 
-The flow: `TokenBatch` (what was rolled out) -> `plan` (who is divided by what, once per step) -> `token_logprobs` ->
+The flow: `TokenBatch` (the rollouts) -> `plan` (every token's weight, once per step) -> `token_logprobs` ->
 `policy_loss` (a plain sum). For Megatron-Core see `megatron_pgloss.megatron`.
 """
 
@@ -71,6 +71,6 @@ if not _MISSING:
 
 def __getattr__(name: str) -> object:
     if _MISSING and name in __all__:
-        # `doctor` is there without them, and says so.
+        # The command `doctor` works without these packages, and names them.
         raise ModuleNotFoundError(f"megatron_pgloss needs {_MISSING[0]}, which is not installed", name=_MISSING[0])
     raise AttributeError(f"module 'megatron_pgloss' has no attribute {name!r}")

@@ -15,7 +15,7 @@ class PGLossError(ValueError):
         what: one sentence that names the fault.
         expected: what a right input looks like.
         got: what came instead (a value, shape, dtype).
-        where: rank, sample, position, stream; whatever locates it.
+        where: the rank, sample, position or stream of the fault; whatever locates it.
         fix: how to mend it.
 
     The parts stay readable as attributes; ``str(error)`` joins them into one line.
@@ -39,7 +39,7 @@ class PGLossError(ValueError):
         super().__init__(f"{line}. Fix: {fix}" if fix else line)
 
     def located(self, place: object) -> Self:
-        """The same error with ``place`` (a file, a rank) in front of where it is."""
+        """The same error with ``place`` (a file, a rank) in front of its ``where``."""
         where = place if self.where is None else f"{place}, {self.where}"
         return type(self)(self.what, expected=self.expected, got=self.got, where=where, fix=self.fix)
 
@@ -55,7 +55,7 @@ def _rebuild(
 
 
 class SpecError(PGLossError):
-    """A loss specification that cannot be: unknown key, value out of range, parts that contradict."""
+    """A loss specification that is invalid: unknown key, value out of range, parts that contradict each other."""
 
 
 class DataError(PGLossError):
@@ -80,10 +80,10 @@ KINDS: dict[str, type[PGLossError]] = {
 
 
 class Caught:
-    """Keeps what the body of a ``with`` raises, as an error of the package: of any type, but no interrupt.
+    """Keeps an exception of the ``with`` body as an error of the package, whatever its type; an interrupt is not kept.
 
-    For code that is followed by a collective: a rank that left before it would keep the others waiting for the whole
-    timeout. What was kept is raised behind the collective, on every rank.
+    It is for code that is followed by a collective: a rank that left before the collective would keep the others
+    waiting for the whole timeout. The error that was kept is raised after the collective, on every rank.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,9 @@ class Caught:
 
 
 def as_error(error: Exception) -> PGLossError:
-    """``error`` as one of the package's: itself, or one that names its type and the line that raised it."""
+    """``error`` as an error of the package: itself if it is one, else an error with its type and the line it came
+    from.
+    """
     if isinstance(error, PGLossError):
         return error
     last = traceback.extract_tb(error.__traceback__)[-1:]

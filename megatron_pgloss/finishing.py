@@ -1,6 +1,6 @@
-"""The end of a step in a loop of one's own: one gather of metrics and faults. `S` micro-batches' reports.
+"""The end of a step in a training loop of your own: one gather of metrics and faults.
 
-`megatron_pgloss.megatron.PolicyLossStep.finish` is the same for Megatron-Core's schedules.
+`megatron_pgloss.megatron.PolicyLossStep.finish` does the same for Megatron-Core's schedules.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def finish(
     before the optimizer steps.
 
     Args:
-        plan: of the step.
+        plan: the plan of the step.
         outputs: what `policy_loss` returned for every micro-batch of this rank; their graphs are not needed any more.
-        parameters: whose gradients are looked at (``model.parameters()``); None: none.
+        parameters: the parameters whose gradients are checked (``model.parameters()``); None: no gradient is.
         on_nonfinite: ``report``: ``fault`` counts what is not finite, and the caller decides.
 
     Returns:
@@ -45,7 +45,7 @@ def finish(
         the plan divides by, and ``fault``: tokens that were not finite, and 1 more where a gradient is not.
 
     Raises:
-        LayoutError: another number of reports than the plan has micro-batches, on every rank.
+        LayoutError: a rank has another number of outputs than the plan has micro-batches; on every rank.
         NonFiniteError: a token's log-prob or term, or a gradient, is not finite; on every rank. Do not step.
     """
     if on_nonfinite not in ("raise", "report"):
@@ -90,7 +90,7 @@ def results(metrics: Mapping[str, Metric], plan: Plan) -> dict[str, float]:
     for name, counts in plan.counts.items():
         found |= {f"{name}/n_{what.replace(' ', '_')}": float(count) for what, count in counts.items()}
         if f"{name}/ratio_sq" in found:
-            # Of the member tokens, how many equally weighted ones the ratios are worth: (sum r)^2 / (n sum r^2).
+            # The share of the member tokens that the ratios are worth, were they weighted equally.
             found[f"{name}/ess"] = found[f"{name}/ratio"] ** 2 / found[f"{name}/ratio_sq"]
         if f"{name}/is_weight_sq" in found:
             spread = found[f"{name}/is_weight_sq"] - found[f"{name}/is_weight"] ** 2
@@ -101,9 +101,10 @@ def results(metrics: Mapping[str, Metric], plan: Plan) -> dict[str, float]:
 
 
 def _units_not_named(plan: Plan) -> dict[str, float]:
-    """Counted prompts and episodes that ids were given for and no path names, where one rank holds all the data.
+    """The numbers of counted prompts and episodes that the batch has ids for and no normaliser names, where one rank
+    holds all the data.
 
-    On several data-parallel ranks a unit may straddle them, and counting it once would take a gather of its own.
+    With several data-parallel ranks a unit may lie on more than one, and counting it once would take one gather more.
     """
     if plan.ranks.data_size > 1 or plan.batch is None:
         return {}
@@ -122,7 +123,9 @@ def _folded(names: Sequence[str], reports: Sequence[Mapping[str, Metric]]) -> di
 
 
 def largest(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The infinity norm of all of them, 0-d float64 on ``device``: NaN where one is NaN, 0 of none. Without a copy."""
+    """The infinity norm of all gradients, 0-d float64 on ``device``: NaN where one is NaN, 0 where there is none. No
+    gradient is copied.
+    """
     found = [torch.stack(torch.aminmax(grad.detach())) for grad in gradients if grad.numel()]
     if not found:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -145,7 +148,7 @@ def place_of_fault(mine: Mapping[str, Metric], plan: Plan) -> str:
 
 
 def _place(rows: Tensor) -> str | None:
-    """What the first rank with a faulty token says of its place."""
+    """The place of the faulty token of the first rank that has one; None without any."""
     for rank, row in enumerate(rows):
         if row[2]:
             text = of_words(row[3:_HEAD], int(row[2]))

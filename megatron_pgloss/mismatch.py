@@ -1,6 +1,6 @@
 """How far the trainer's log-probs of the sampled tokens lie from the sampler's own. `S` rows, `T` tokens.
 
-Before the loss, from the batch's streams ``old`` and ``rollout`` alone: so that it is known before training.
+It is measured from the batch's streams ``old`` and ``rollout`` alone, so that it is known before training.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _BOUND = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """Over all ranks; ``d = log old - log mu`` of an action token, whose mean over a row is the row's gap."""
+    """The mismatch over all ranks. ``d = log old - log mu`` of an action token; a row's gap is its mean of ``-d``."""
 
     sequences: int
     """Rows with a scored action token."""
     tokens: int
     unscored: int
-    """Action tokens without a sampler's log-prob (NaN): in none of the numbers."""
+    """Action tokens without a sampler's log-prob (NaN); they enter none of the numbers."""
     rollout_ppl: float
     """Mean over rows of ``exp(-mean log mu)``."""
     old_ppl: float
@@ -39,9 +39,9 @@ class Mismatch:
     log_ppl_gap: float
     """Mean over rows of ``mean(log mu) - mean(log old)``: above 0 where the trainer finds the text less likely."""
     log_ppl_gap_abs: float
-    """Mean over rows of its magnitude."""
+    """Mean over rows of the gap's magnitude."""
     log_ppl_gap_max: float
-    """Largest magnitude of a row."""
+    """Largest magnitude of a row's gap."""
     k1: float
     """Mean over tokens of ``-d``: an estimate of KL(mu || old), as tokens are drawn from mu."""
     k3: float
@@ -57,14 +57,15 @@ class Mismatch:
 
 
 def mismatch(batches: TokenBatch | Sequence[TokenBatch], *, group: Any = None) -> Mismatch:
-    """The mismatch between trainer and sampler, the same on every rank. One gather of a few numbers a row.
+    """The mismatch between trainer and sampler, the same on every rank. It takes one gather of a few numbers per row.
 
     Args:
-        batches: rollouts with ``rollout_logprobs`` and ``old_logprobs``; rows of a fault are left out.
+        batches: rollouts with ``rollout_logprobs`` and ``old_logprobs``; rows that ended in an infrastructure fault are
+            left out.
         group: process group of data-parallel ranks, as in `megatron_pgloss.advantages.group_relative`.
 
     Returns:
-        Numbers; NaN where there is no token.
+        The numbers of `Mismatch`; NaN where there is no token.
 
     Raises:
         DataError: a stream is absent, or ``old`` is not finite on a scored action token.
@@ -103,7 +104,9 @@ def _near(log_ratio: float) -> float:
 
 
 def _rows(batch: TokenBatch) -> list[tuple[float, ...]]:
-    """Of each row: scored and unscored action tokens, sums of log mu, log old, k3 and squared weights."""
+    """For each row: the number of scored and of unscored action tokens, and sums over the scored ones of log mu, log
+    old, k3 and squared weights.
+    """
     for name in ("rollout", "old"):
         if name not in batch.streams:
             raise DataError(f"mismatch reads stream {name!r}, which the batch does not have", fix=f"{name}_logprobs=")

@@ -1,5 +1,5 @@
-"""Forward-only passes: log-probs of micro-batches back to whole rows, and what a step decides from them. `T` tokens of
-a rank, `N` positions of a micro-batch.
+"""After forward-only passes: log-probs of micro-batches are laid out as whole rows, and a step decides from them. `T`
+tokens of a rank, `N` positions of a micro-batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def gather_tokens(scored: Iterable[tuple[MicroBatch, Tensor]], total: int, dtype
 
     Args:
         scored: each micro-batch with float scores of its shape.
-        total: T of this rank.
+        total: the number T of this rank's tokens.
 
     Returns:
         CPU float [T]: 0 where no given micro-batch holds the token, so that disjoint shards add up.
@@ -50,16 +50,18 @@ def statistics_pass(plan: Plan, scored: Sequence[TokenLogprobs]) -> Plan:
     weights of the current policy, denominators without what gates reject.
 
     Run the model over ``plan.microbatches()`` forward-only, then call this, then train on the micro-batches of the plan
-    it returns. `PolicyLossStep.begin` does all of it by itself. A collective of all ranks of the plan: one gather over
-    the world, all-reduces of counts over data-parallel ranks (docs/conventions.md), and the plan's own gathers once
-    more where a component has ``count_rejected=False``. A spec that decides nothing gets its plan back.
+    it returns. `PolicyLossStep.begin` does all of this by itself. It is a collective of all ranks of the plan: one
+    gather over the world, all-reduces of counts over data-parallel ranks (docs/conventions.md), and the plan's own
+    gathers once more where a component has ``count_rejected=False``. Where the spec decides nothing over the step, the
+    plan comes back as it is.
 
     Args:
         plan: as `megatron_pgloss.plan` made it.
         scored: one entry per micro-batch, in order, with entropy where `LossSpec.needs_entropy`.
 
     Raises:
-        DataError: another number of entries than micro-batches, a wrong shape, entropy missing (on every rank alike).
+        DataError: there is another number of entries than micro-batches, an entry has the wrong shape, or entropy is
+            missing (on every rank alike).
     """
     if not plan.needs_statistics_pass:
         return plan
@@ -71,7 +73,7 @@ def statistics_pass(plan: Plan, scored: Sequence[TokenLogprobs]) -> Plan:
 
 
 def decided(plan: Plan, logp_T: Tensor, entropy_T: Tensor | None) -> Plan:
-    """`statistics_pass` from whole rows, float [T] on the CPU."""
+    """The plan that `statistics_pass` returns, from log-probs and entropies of whole rows, float [T] on the CPU."""
     found = decide(plan, plan.whole(), logp_T, entropy_T)
     return revise(plan, found)
 

@@ -88,15 +88,15 @@ INTRODUCTION = "\n".join(
         "# Scale",
         "",
         "This page says what one rank sends, receives, computes and keeps in memory to plan a step and to close "
-        "it, in worlds that no test can start. `python tools/scale.py` makes it; `tests/test_scale.py` checks "
-        "bytes and shapes on fewer tokens.",
+        "it, in worlds that are too large for any test. `python tools/scale.py` makes the page; "
+        "`tests/test_scale.py` checks bytes and shapes on fewer tokens.",
         "",
         "One process plans its real share of the step through torch's `fake` process-group backend, which takes a "
         "collective's arguments and moves no data. The rows that a collective would have gathered from the other "
-        "ranks are made up from the lengths of all sequences of the step, each rank's with its own counts and "
-        "keys. The plan must then count exactly the tokens and units of the whole step. Times are CPU seconds of "
-        "one thread, without the network; memory is the peak beyond the data. Groups of 16 ranks hold the same "
-        "data (TP 4 x PP 4, say).",
+        "ranks are computed from the lengths of all sequences of the step, with each rank's own counts and keys. "
+        "The plan must then count exactly the tokens and units of the whole step. Times are CPU seconds of one "
+        "thread, without the network; memory is the peak beyond the data. Groups of 16 ranks hold the same data "
+        "(TP 4 x PP 4, for example).",
         "",
         "Between plan and finish nothing depends on the size of the world: a micro-batch of T tokens sends `[T, "
         "3]` numbers over its tensor-parallel ranks, and one number per sequence or turn over its "

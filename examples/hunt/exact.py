@@ -18,8 +18,8 @@ def _most_found(count: int, turns: int) -> int:
     """How many of ``count`` equally possible numbers the best strategy finds in ``turns`` turns.
 
     F(m, k) = max over g < m of 1 + F(g, k - 1) + F(m - 1 - g, k - 1): the guess with g numbers
-    below it finds one number, the answer says on which side to go on. F(m, 0) = F(0, k) = 0. A
-    guess outside the interval learns nothing and only costs a turn.
+    below it finds one number, and the answer says on which side to go on. F(m, 0) = F(0, k) = 0. A
+    guess outside the interval brings no knowledge and costs a turn.
     """
     if not count or not turns:
         return 0
@@ -42,7 +42,7 @@ class ObservationFloor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exact(Rules):
-    """What is known of a hunt without playing it."""
+    """The facts of a hunt that follow from its rules alone."""
 
     def random_success(self, over: Literal["vocabulary", "valid"] = "vocabulary") -> float:
         """Exact success probability of a policy that guesses blindly.
@@ -65,7 +65,7 @@ class Exact(Rules):
     def optimal_guess(self, low: int, high: int, turns_left: int) -> int:
         """A guess that keeps the best success rate where low .. high are possible.
 
-        Of several, the one nearest to the middle, then the lowest.
+        Of several such guesses it is the one nearest to the middle, then the lowest.
         """
         if not 0 <= low <= high < self.numbers or turns_left < 1:
             got = f"low {low}, high {high}, turns_left {turns_left}"
@@ -90,7 +90,7 @@ class Exact(Rules):
             history: int64 ``[n, 1 + 3 k]`` as from `play`, finished or not.
 
         Raises:
-            ValueError: an answer that its own history rules out.
+            ValueError: ``history`` holds an answer that the answers before it rule out.
         """
         guesses, answers, played = self.turns_of(history)
         low = torch.zeros_like(history[:, 0])
@@ -129,8 +129,8 @@ class Exact(Rules):
     def observation_entropy(self, history: Tensor) -> float:
         """Mean entropy of the answers in ``history``, in nats per observation token.
 
-        The environment's own: whoever predicts the answers to these guesses from the history alone
-        has at least this expected cross entropy.
+        It is the entropy of the environment itself: a model that predicts the answers to these
+        guesses from the history alone has at least this expected cross entropy.
         """
         floor = self.observation_surprisal(history)
         answers = int(floor.members.sum())

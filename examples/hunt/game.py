@@ -12,8 +12,8 @@ from .exact import Exact
 
 RUNNING, SUCCESS, FAILURE, INVALID = range(4)
 TERMINATIONS = ("running", "success", "failure", "invalid")
-"""Names of the codes in `HuntState.termination`, the package's own words. Running out of turns is a
-failure, not a truncation: the number of turns is part of the task."""
+"""Names of the codes in `HuntState.termination`, as the package calls them. Running out of turns is
+a failure, not a truncation: the number of turns is part of the task."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class HuntState:
 
     @property
     def done(self) -> Tensor:
-        """Bool ``[n]``."""
+        """Whether each episode has ended, bool ``[n]``."""
         return self.termination != RUNNING
 
 
@@ -91,9 +91,10 @@ class Hunt(Exact):
 
         Args:
             state: every episode must be done.
-            valid_bonus: shaping, off by default: adds ``valid_bonus`` times the share of valid
-                guesses among those made. A start that hardly ever finds the number then still
-                learns to write numbers. Below 1, no episode without success outranks one with.
+            valid_bonus: reward shaping, off by default: ``valid_bonus`` times the share of valid
+                guesses among those made is added. A policy that hardly ever finds the number can
+                then still learn to write numbers. With a bonus below 1, no episode without success
+                has a higher reward than one with success.
         """
         if not bool(state.done.all()):
             running = int((~state.done).sum())

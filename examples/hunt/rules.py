@@ -1,4 +1,4 @@
-"""The rules: vocabulary, what a guess means, what the environment answers, how a history reads."""
+"""The rules: the vocabulary, the meaning of a guess, the environment's answers, and how a history is read back."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Rules:
         return torch.stack([number // self.base, number % self.base], dim=-1)
 
     def guessed_number(self, guess: Tensor) -> Tensor:
-        """The number two tokens name, -1 where they are no valid guess. ``[n, 2]`` -> ``[n]``."""
+        """The number that two tokens name, -1 where they are no valid guess. ``[n, 2]`` -> ``[n]``."""
         code = guess[..., 0] * self.base + guess[..., 1]
         digits = ((guess >= 0) & (guess < self.base)).all(-1)
         return torch.where(digits & (code < self.numbers), code, -1)

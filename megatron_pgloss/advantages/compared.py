@@ -133,12 +133,12 @@ def gdpo(
     min_voters: int = 2,
     group: Any = None,
 ) -> tuple[Batches, GroupReport]:
-    """GDPO: each reward is standardised within the group by itself, and then they are added up: ``A_i = sum_k w_k
-    (r_ki - mean_k) / s_k``; at last divided by the deviation of these sums over the whole step (2601.05242). A sum of
-    rewards that is standardised as one loses which of them an answer earned.
+    """GDPO: each reward is standardised within the group by itself, and then they are added up, ``A_i = sum_k w_k
+    (r_ki - mean_k) / s_k``, and divided by the deviation of these sums over the whole step (2601.05242). If the rewards
+    were added up first, the sum would hide which of them an answer earned.
 
     Deviations have ``n - 1``; a reward that is the same in the whole group adds 0. The sums of a group add up to 0, so
-    nothing is centred at last.
+    they are not centred again.
 
     Args:
         rewards: name to float [S], one a row.

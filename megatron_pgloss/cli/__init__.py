@@ -1,4 +1,4 @@
-"""The command line: one module of this package for each command, named as it.
+"""The command line: one module of this package for each command, with the command's name.
 
 A module has ``add(subparsers)``, which declares the command's arguments, and ``run(args) -> int``, which gives the exit
 code. Nothing heavy is imported before a command runs.
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None: those of this process.
 
     Returns:
-        The exit code: 0 where all is well, 1 where the command found something wrong, 2 where it could not run.
+        The exit code: 0 where nothing is wrong, 1 where the command found something wrong, 2 where it could not run.
     """
     commands = _commands()
     called = Path(sys.argv[0]).name
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # Whoever read (head, less) has enough. What is still in the buffer must not be written at exit.
+        # The reader (head, less) has closed the pipe. The rest of the buffer must not be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

@@ -1,8 +1,8 @@
-"""What gives the same loss in other libraries: flags and known differences per preset.
+"""The flags that give the same loss in other libraries, with known differences, for each preset.
 
-Read from their public code of July and August 2026 (verl, TRL, slime, NeMo-RL) and of prime-rl 559b447. ``actor.``
-stands for ``actor_rollout_ref.actor.``, ``loss_fn.`` for NeMo-RL's loss configuration. What is not listed has no
-counterpart that we know of.
+They were read from the libraries' public code of July and August 2026 (verl, TRL, slime, NeMo-RL) and of prime-rl
+559b447. ``actor.`` stands for ``actor_rollout_ref.actor.``, ``loss_fn.`` for NeMo-RL's loss configuration. A preset
+that is not listed has no counterpart that we know of.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ ELSEWHERE: dict[str, dict[str, Same]] = {
         "NeMo-RL": ("its value loss", "averaged over micro-batches"),
     },
 }  # fmt: skip
-"""Preset to library to flags. A preset that another one of the table gives with its numbers stands behind it."""
+"""Preset to library to flags. A preset that is another one of the table with other numbers stands after that one."""
 
 MODES: dict[str, tuple[str, str]] = {
     "verl:token-mean": ("mean(token)", ""),
@@ -172,7 +172,7 @@ MODES: dict[str, tuple[str, str]] = {
     "nemo_rl:sequence-level": ("mean(sequence) > mean(token)", ""),
     "prime_rl:default": ("mean(token)", ""),
 }
-"""``library:mode`` to the normaliser that gives the same weights ({}: the constant after ``@``), and a remark."""
+"""``library:mode`` to the normaliser that gives the same weights (``{}`` is the constant after ``@``), and a remark."""
 
 PATHS: dict[str, str] = {
     "mean(token)": "DAPO's code",
@@ -186,4 +186,4 @@ PATHS: dict[str, str] = {
     "mean(episode) > mean(turn) > mean(token)": "any nesting works",
     "sum(token)": "token sum",
 }
-"""The usual normalisers and what is said of them beside `MODES`; the docs' table."""
+"""The usual normalisers, each with a remark. The docs' table adds their names in other libraries from `MODES`."""

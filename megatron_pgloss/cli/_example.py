@@ -1,4 +1,4 @@
-"""The two rollouts that show what a normaliser does: the weights of a real plan, not of a second formula."""
+"""Two rollouts that show what a normaliser does, by the weights of a real plan instead of a second formula."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TEXT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What a component gives one rollout."""
+    """The weights that a component gives one rollout."""
 
     token: float
-    """Coefficient times weight of one of its tokens."""
+    """Coefficient times weight of one of its tokens; the largest where they differ."""
     total: float
-    """Of all its tokens."""
+    """Coefficient times weight, summed over all its tokens."""
     tokens: int
 
 

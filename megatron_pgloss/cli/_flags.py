@@ -1,7 +1,7 @@
 """Flags of other libraries for a spec: the templates of `_elsewhere` filled with the spec's own numbers.
 
 Flags are shown only where they give the spec: the preset of the template is built again with the numbers that the
-template holds, and must be equal to it. A change that a library has no flag for is said, never passed over.
+template holds, and must be equal to the spec. A change for which a library has no flag is named, never left out.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ def lines(spec: LossSpec, name: str) -> list[str]:
 
 
 def flags(spec: LossSpec, name: str, library: str, template: str, found: dict[str, Any] | None = None) -> str:
-    """A template filled in.
+    """The template filled with the numbers of ``spec``.
 
     Raises:
-        NoFlag: the library has none for what the spec changes.
+        NoFlag: the library has no flag for something that the spec changes.
     """
     found = values(spec) if found is None else found
     fields = [field for _, field, _, _ in string.Formatter().parse(template) if field]

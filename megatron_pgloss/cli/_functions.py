@@ -1,6 +1,6 @@
 """``--functions MODULE``: the functions that a spec file may name, from the one module that the user names.
 
-This is the only place where anything named by a user is imported, and no file can name it.
+Nothing else that a user names is imported by the command line, and a spec file cannot name the module.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """``doctor``: what is installed here, what of it the loss can use, and what would go wrong.
 
-Looks, and imports nothing but torch (where it is there): an impostor must not run. The C++ compiler is tried once.
+It imports nothing but torch, where that is installed: a package that only has the right name must not run. The C++
+compiler is tried once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Finding:
     found: str
     means: str
     wrong: bool = False
-    """Whether it must be mended."""
+    """Whether this must be mended."""
 
 
 def add(subparsers: Any) -> None:
@@ -109,8 +110,8 @@ def _core() -> Finding:
 
 
 def _core_on_path() -> str | None:
-    """The version that the files of megatron.core on the path state, which may be another than the installed one's: a
-    source tree comes first. Read, not imported.
+    """The version that the files of megatron.core on the path state, read without importing them. It may differ from
+    that of the installed distribution, since a source tree on the path comes first.
     """
     place = importlib.util.find_spec("megatron")
     for folder in () if place is None else place.submodule_search_locations or ():
@@ -136,7 +137,7 @@ def _apex() -> Finding:
     if place is None:
         return Finding("NVIDIA apex", "absent", "torch's optimizers and gradient accumulation are used")
     folders = [Path(folder) for folder in place.submodule_search_locations or ()]
-    # PyPI's apex is a toolkit for web servers; NVIDIA's is built from source and has optimizers.
+    # PyPI's apex is another project, a toolkit for web servers; NVIDIA's is built from source and has optimizers.
     if not any((folder / "optimizers").is_dir() for folder in folders):
         return Finding("NVIDIA apex", "an impostor", "another project named apex: pip uninstall apex", wrong=True)
     return Finding("NVIDIA apex", _version("apex") or "from source", "Megatron-Core's fused optimizers")

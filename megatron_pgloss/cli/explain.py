@@ -1,4 +1,4 @@
-"""``explain``: what a preset or a TOML file trains, who is divided by what, and what it is called elsewhere.
+"""``explain``: what a preset or a TOML file trains, what every token is divided by, and its names in other libraries.
 
 ``python -m megatron_pgloss explain dapo`` · ``explain loss.toml`` · ``explain --compare verl:token-mean trl:dapo``
 """
@@ -81,7 +81,7 @@ def resolve(what: str, parts: dict[str, Any], functions: Functions | None = None
     """A preset's name and spec, or None and the spec of a file.
 
     Raises:
-        SpecError: neither a preset nor a file; the nearest name is given.
+        SpecError: ``what`` is neither a preset nor a file; the error gives the nearest name.
     """
     if what in presets.PRESETS:
         row = presets.PRESETS[what]
@@ -98,7 +98,7 @@ def resolve(what: str, parts: dict[str, Any], functions: Functions | None = None
 
 
 def explain(spec: LossSpec, name: str | None = None) -> str:
-    """Everything about a spec, as text; ``name`` of the preset it was made from, if any."""
+    """Everything about a spec, as text; ``name`` is that of the preset it was made from, if any."""
     parts = []
     if name is not None:
         row = presets.PRESETS[name]
@@ -153,7 +153,7 @@ def example(spec: LossSpec) -> str:
 
 
 def remarks(spec: LossSpec) -> list[str]:
-    """What follows from the spec and is easily overlooked."""
+    """Notes on consequences of the spec that are easily overlooked."""
     notes = []
     for part in spec.components:
         axis = part.axis if isinstance(part, PolicyGradient) else None
@@ -175,11 +175,11 @@ def compare(names: list[str], functions: Functions | None = None, given: Sequenc
 
     Args:
         names: modes, presets, files and paths.
-        functions: what a file may name.
-        given: specs, by what to call them, that stand before the names.
+        functions: the functions that a file may name.
+        given: pairs (name, spec) that are shown before ``names``.
 
     Raises:
-        SpecError: a name that is no mode, preset, file or normaliser path.
+        SpecError: a name is no mode, preset, file or normaliser path.
     """
     rows = [(name, spec, "") for name, spec in given] + [(name, *_named(name, functions)) for name in names]
     width = max(len("weight of a token"), *(len(name) for name, _, _ in rows)) + 2

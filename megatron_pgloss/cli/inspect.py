@@ -1,4 +1,4 @@
-"""``inspect``: every token of a step's rows, who trains it with which weight and advantage, and why not.
+"""``inspect``: every token of a step's rows, the components that train it, weight and advantage, or why none does.
 
 ``pgloss inspect step.jsonl`` · ``pgloss inspect step.jsonl --html step.html``
 """

@@ -88,7 +88,7 @@ def asked_discounted(unit: UnitSums, values_N: Tensor, voters_N: Tensor, positio
 
 
 def _heads(unit: UnitSums, after_N: Tensor, piece_N: Tensor, position_N: Tensor) -> Tensor:
-    """Of each piece of this rank what its first position has, that position, and 1. ``[3, P]``."""
+    """For each piece of this rank: the value at its first position, that position, and 1. ``[3, P]``."""
     first_N = torch.ones_like(piece_N, dtype=torch.bool)
     first_N[1:] = piece_N[1:] != piece_N[:-1]
     first_N = first_N & (piece_N >= 0)

@@ -1,4 +1,4 @@
-"""The loss inside Megatron-Core: the only room that imports ``megatron.core``."""
+"""The loss inside Megatron-Core. Only this subpackage and ``verify`` import ``megatron.core``."""
 
 from megatron_pgloss.megatron.arguments import add_pgloss_args, spec_from_args, split_from_args
 from megatron_pgloss.megatron.layout import Layout

@@ -34,7 +34,8 @@ def spec_from_args(args: argparse.Namespace, *, functions: Functions | None = No
         functions: what the names of the user's own functions in a file stand for, as in `LossSpec.from_toml`.
 
     Raises:
-        SpecError: not exactly one of preset and file, or a part that does not fit.
+        SpecError: the arguments give neither or both of preset and file, or one that does not fit the other, or the
+            spec is refused.
     """
     if (args.pgloss_preset is None) == (args.pgloss_spec is None):
         raise SpecError("give either --pgloss-preset or --pgloss-spec", expected="one of the two")
@@ -53,7 +54,9 @@ def spec_from_args(args: argparse.Namespace, *, functions: Functions | None = No
 
 
 def split_from_args(args: argparse.Namespace) -> Split:
-    """The split that the arguments name; ``--micro-batch-size`` rows where neither is given and Megatron has set it."""
+    """The split that the arguments name. Where they name none, a micro-batch has Megatron's ``--micro-batch-size``
+    rows, or one row where Megatron has not set it.
+    """
     if args.pgloss_sequences is None and args.pgloss_max_tokens is None:
         return Split(sequences=getattr(args, "micro_batch_size", None) or 1)
     return Split(sequences=args.pgloss_sequences, max_tokens=args.pgloss_max_tokens)

@@ -1,4 +1,4 @@
-"""What the model is called with on one micro-batch, and whether the boundaries of packed rows reached it."""
+"""The keywords of the model's call on a micro-batch, and notes on whether the boundaries of packed rows reached it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def plain(model: Any, micro: MicroBatch, inputs: MutableMapping[str, Any]) -> An
 
 @dataclass(slots=True)
 class Boundaries:
-    """Of which micro-batches the boundaries of packed rows were read, chunk by chunk."""
+    """Notes on which micro-batches' boundaries of packed rows were read, chunk by chunk."""
 
     read: set[tuple[int, int]] = field(default_factory=set)
-    """(chunk, micro-batch)."""
+    """Pairs (chunk, micro-batch) whose boundaries were read."""
 
     def unread(self, chunks: int, microbatches: int) -> PGLossError | None:
         """The error for the first micro-batch whose boundaries no model of this rank was given, or None."""
@@ -53,13 +53,13 @@ class Shard(MicroBatch):
     """A rank's shard of a micro-batch, as one chunk of its model gets it."""
 
     chunk: int = 0
-    """Number among the rank's chunks."""
+    """Index of the chunk among the rank's chunks."""
     boundaries: Boundaries = field(default_factory=Boundaries, repr=False)
-    """Takes note when those of packed rows are read."""
+    """Where it is noted that this shard's boundaries of packed rows were read."""
 
     @staticmethod
     def of(micro: MicroBatch, chunk: int, boundaries: Boundaries) -> Shard:
-        """``micro`` for chunk ``chunk``."""
+        """``micro`` as the chunk of index ``chunk`` gets it."""
         given = {part.name: getattr(micro, part.name) for part in fields(MicroBatch)}
         return Shard(**given, chunk=chunk, boundaries=boundaries)
 
@@ -109,20 +109,22 @@ def packing(micro: MicroBatch) -> PackedSeqParams | None:
 
 
 def inputs(micro: MicroBatch, model: Any, bare: Any, config: Any, *, strict: bool, masked: bool = False) -> Inputs:
-    """Keywords of the model's ``forward`` on ``micro``: of tokens, positions, packed boundaries, the padding mask of a
-    router and MTP's loss mask those that it names; all of them where it takes any keyword. ``fp32_output=False`` where
-    a Float16Module would upcast the logits: twice the memory, and more traffic than the whole loss.
+    """Keywords for the model's ``forward`` on ``micro``.
+
+    On offer are tokens, positions, packed boundaries, the padding mask of a router and MTP's loss mask. The result has
+    those that ``forward`` names, or all of them where it takes any keyword. It has ``fp32_output=False`` as well where
+    a Float16Module would upcast the logits, which takes twice the memory and more traffic than the whole loss.
 
     Args:
         micro: this rank's shard.
         model: the chunk as the schedule hands it over, wrapped.
-        bare: the same, unwrapped.
+        bare: the same chunk, unwrapped.
         config: its TransformerConfig.
-        strict: refuse a ``forward`` that does not name what it needs.
-        masked: hand over ``padding_mask``, in training.
+        strict: whether to refuse a ``forward`` that does not take a keyword that the model needs.
+        masked: whether to hand over ``padding_mask`` in training.
 
     Raises:
-        UnsupportedError: with ``strict``.
+        UnsupportedError: with ``strict``, for such a ``forward``.
     """
     packed = micro.cu_seqlens is not None
     if strict and (missing := not_taken(bare, config, packed=packed)):
@@ -154,7 +156,7 @@ def not_taken(bare: Any, config: Any, *, packed: bool) -> str:
 
 
 def not_taken_by(setup: Setup) -> str:
-    """`not_taken` of the first chunk that lacks something."""
+    """What `not_taken` says of the first chunk that lacks a keyword; the empty string for none."""
     found = (not_taken(bare, setup.config, packed=setup.packed) for bare in setup.bare)
     return next(filter(None, found), "")
 
@@ -164,7 +166,7 @@ def _signature(bare: Any) -> inspect.Signature:
 
 
 def taken(bare: Any) -> Callable[[str], bool]:
-    """Whether ``bare.forward`` takes a keyword."""
+    """A function that says whether ``bare.forward`` takes the keyword of a name."""
     parameters = _signature(bare).parameters
     kinds = {one.kind for one in parameters.values()}
     if inspect.Parameter.VAR_KEYWORD in kinds:

@@ -1,4 +1,4 @@
-"""What a step is set up with, and the conditions on it that `megatron_pgloss.megatron.modes` names."""
+"""The set-up of a step, and conditions on it: those by which `megatron_pgloss.megatron.modes` finds refused modes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron_pgloss.spec import LossSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What `megatron_pgloss.megatron.modes` looks at."""
+    """The set-up of a step: everything that `megatron_pgloss.megatron.modes` looks at."""
 
     config: Any
     """The model's TransformerConfig."""
     chunks: Sequence[Any]
     """Model chunks as handed to the schedule, wrapped."""
     bare: Sequence[Any]
-    """The same, unwrapped."""
+    """The same chunks, unwrapped."""
     layout: Layout
     spec: LossSpec
     head: str
@@ -43,7 +43,7 @@ class Setup:
 
 
 def flag(name: str) -> Callable[[Setup], bool]:
-    """Whether the config has field ``name``, and it is true."""
+    """The condition that the config has a field ``name`` and it is true."""
     return lambda setup: bool(getattr(setup.config, name, False))
 
 
@@ -62,7 +62,9 @@ def full_graph(setup: Setup) -> bool:
 
 
 def in_chain(model: Any, *names: str) -> bool:
-    """Whether ``model``, or anything it wraps, is of a class so named; their modules need not be importable."""
+    """Whether ``model``, or a module that it wraps, is of a class with one of these names. The names stand for the
+    classes because these need not be importable.
+    """
     while model is not None:
         if type(model).__name__ in names:
             return True
@@ -71,7 +73,7 @@ def in_chain(model: Any, *names: str) -> bool:
 
 
 def wrapped_in(*names: str) -> Callable[[Setup], bool]:
-    """Whether a chunk is wrapped in a class so named."""
+    """The condition that a chunk is wrapped in a class with one of these names."""
     return lambda setup: any(in_chain(chunk, *names) for chunk in setup.chunks)
 
 
@@ -104,7 +106,7 @@ def generalised_tensor_parallel(setup: Setup) -> bool:
 
 
 def fused_on(found: Callable[[Setup, Any], object]) -> Callable[[Setup], object]:
-    """``found`` of the setup and its output layer, where a fused head reads that layer."""
+    """The condition ``found(setup, layer)`` on an output layer that a fused head reads."""
 
     def anywhere(setup: Setup) -> object:
         return setup.fused and next(filter(None, (found(setup, layer) for layer in setup.output_layers)), False)
@@ -119,8 +121,8 @@ def other_layer(setup: Setup, layer: Any) -> str:
 
 
 def replaced(name: str) -> Callable[[Setup, Any], bool]:
-    """Whether a layer runs another method ``name`` than Megatron's ColumnParallelLinear: set on the layer, or put in
-    its class's place.
+    """The condition that a layer's method ``name`` is not that of Megatron's ColumnParallelLinear, because it was set
+    on the layer or replaced in the class.
     """
 
     def found(setup: Setup, layer: Any) -> bool:

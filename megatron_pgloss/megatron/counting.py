@@ -2,7 +2,7 @@
 
 Any count would do for the policy loss, which is multiplied by the sum and divided by it again. Losses that Megatron
 scales by the tokens of a micro-batch (MoE auxiliary and z-loss) keep their weight only if every position that enters
-the model counts, padding too. Where there are none of those and shapes differ from rank to rank, real tokens are
+the model counts, padding too. Where there are no such losses and shapes differ from rank to rank, real tokens are
 counted: the plan knows their number already, and no collective is needed.
 """
 
@@ -32,7 +32,7 @@ def refuse_empty(made: Plan, config: Any) -> None:
     """Refuse an empty micro-batch where MoE losses would average over it.
 
     Raises:
-        LayoutError: on every rank alike.
+        LayoutError: a micro-batch is empty, and the model has such losses (on every rank alike).
     """
     if (empty := made.job["empty_microbatches"]) and has_moe_losses(config):
         raise LayoutError(
@@ -44,7 +44,9 @@ def refuse_empty(made: Plan, config: Any) -> None:
 
 
 def all_positions(config: Any, *, fixed: bool) -> bool:
-    """Whether padding counts too: where it must, and where the total is known anyway because all shapes are one."""
+    """Whether padding counts too: it does where it must, and where all micro-batches have one shape, so that the total
+    is known anyway.
+    """
     return fixed or has_moe_losses(config) or getattr(config, "experimental_attention_variant", None) is not None
 
 
@@ -54,10 +56,11 @@ def of(micro: MicroBatch, *, padding: bool) -> int:
 
 
 def total(made: Plan, layout: Layout, *, padding: bool) -> int:
-    """What `of` adds up to over the job's shards. A gather over data parallelism only where no rank can know it.
+    """The sum of `of` over all shards of the job. It takes a gather over data parallelism only where no rank can know
+    the sum by itself.
 
     Raises:
-        LayoutError: more than Megatron's int32 counter holds (on every rank alike).
+        LayoutError: the sum is more than Megatron's int32 counter holds (on every rank alike).
     """
     count = _total(made, layout, padding=padding)
     if count >= _INT32:
@@ -77,8 +80,8 @@ def _total(made: Plan, layout: Layout, *, padding: bool) -> int:
 
 
 def positions(made: Plan) -> int:
-    """Positions that enter the model in the step, padding included. A gather over data parallelism where shapes differ
-    from rank to rank.
+    """Number of positions that enter the model in the step, padding included. It takes a gather over data parallelism
+    where shapes differ from rank to rank.
     """
     if made.arrangement.fixed:
         return made.width * made.rows_per_microbatch * made.num_microbatches * made.ranks.data_size

@@ -1,8 +1,8 @@
-"""What Megatron does to a returned loss: measured on the installed functions where it can be, read where it cannot.
+"""The factors that Megatron applies to a returned loss: the schedule's is measured, the wrapper's is read.
 
 The gradient that reaches the optimizer is ``factor * sum over ranks and micro-batches of d(returned)``, times 1/n in
 per-token mode, with ``factor = schedule * wrapper``. The schedule's part is found by driving the installed
-``forward_step_calc_loss``: the branches differ between versions, and one of them is under review upstream.
+``forward_step_calc_loss``, whose branches differ between versions.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _PROBES = (1, 2, 3)
 
 
 def schedule_factor(config: Any, layout: Layout) -> float:
-    """What the schedule multiplies the returned loss by: ``a`` in ``a / num_microbatches`` (2-tuple), or 1 (3-tuple per
-    token).
+    """The constant ``a``, where the schedule multiplies the returned loss by ``a / num_microbatches`` (2-tuple), or by
+    ``a`` (3-tuple, in per-token mode).
 
     Raises:
-        UnsupportedError: the installed schedule does something of another form.
+        UnsupportedError: the installed schedule scales the loss in another way.
     """
     per_token = bool(config.calculate_per_token_loss)
     measured = {count: _drive(config, layout, count, explicit=True) for count in _PROBES}
@@ -75,15 +75,16 @@ def _drive(config: Any, layout: Layout, count: int, *, explicit: bool) -> float:
 
 
 def per_token_factor(routed: int) -> float:
-    """What finalize_model_grads multiplies by in per-token mode: 1/n as it is rounded there, in float32.
+    """The factor by which finalize_model_grads multiplies gradients in per-token mode: 1/n, rounded to float32 as it is
+    there.
 
-    Undoing the exact 1/n instead would leave 6e-8 in a float64 gradient.
+    Undoing the exact 1/n instead would leave a relative error of 6e-8 in a float64 gradient.
     """
     return float(1.0 / torch.tensor(routed, dtype=torch.int32))
 
 
 def wrapper_factor(chunks: Sequence[Any], layout: Layout) -> float:
-    """What the data-parallel wrapper multiplies a gradient by, over and above summing it over DP x CP.
+    """The factor by which the data-parallel wrapper multiplies a gradient, beside summing it over DP x CP.
 
     Raises:
         UnsupportedError: the factor cannot be read, or differs between parameters.
@@ -111,8 +112,8 @@ def wrapper_factor(chunks: Sequence[Any], layout: Layout) -> float:
 
 
 def grad_buffers(chunk: Any) -> list[tuple[Any, bool]]:
-    """The gradient buffers of a wrapped chunk, and of each whether experts' gradients lie in it; none where the wrapper
-    is not Megatron's DistributedDataParallel.
+    """The gradient buffers of a wrapped chunk, each with a bool: whether it holds the gradients of experts. The list is
+    empty where the wrapper is not Megatron's DistributedDataParallel.
     """
     # A plain module's ``buffers`` is torch's method; Megatron's wrapper replaces it by its list of gradient buffers.
     if not hasattr(chunk, "ddp_config") or not isinstance(getattr(chunk, "buffers", None), list):

@@ -31,9 +31,9 @@ class Collected:
 
     metrics: dict[str, Metric]
     place: str | None
-    """Of the first fault at loss time."""
+    """Where the first fault inside the loss is; None where there is none."""
     updated: bool
-    """Whether it was an update: an evaluation is none."""
+    """Whether the step was an update; an evaluation is not."""
     gradient: float = 0.0
     """The largest gradient of any rank after an update, NaN where one is NaN."""
     broken: list[int] = field(default_factory=list)
@@ -61,7 +61,7 @@ def collect(
         reports: what the schedule collected on this rank; ``[]`` before the last stage.
         names: metric names in order, equal on all ranks.
         gradient: 0-d float64, the largest gradient of this rank (`megatron_pgloss.megatron.gradients`).
-        error: what is wrong on this rank, raised on all.
+        error: the error of this rank, to be raised on all.
 
     Raises:
         LayoutError: a last-stage rank saw another number of micro-batches than planned (on every rank).
@@ -97,7 +97,7 @@ def _own(
             "finish takes what forward_backward_func returned", expected="a list of reports",
             got=type(reports).__name__,
         )  # fmt: skip
-    # A report without our entries is none.
+    # A report without the step's metrics is not one of the step's.
     ours = [one for one in reports if isinstance(one, Mapping) and all(name in one for name in names)]
     for number, report in enumerate(ours):
         for name in names:
@@ -116,7 +116,7 @@ def _own(
 
 
 def _to_host(gradient: Tensor | None, mine: Mapping[str, Metric], names: Sequence[str]) -> Tensor:
-    """float64 on the CPU, the largest gradient and this rank's numbers: one copy from the device, one wait for it."""
+    """The largest gradient and this rank's numbers as float64 on the CPU, by one copy from the device and one wait."""
     first = torch.zeros((), dtype=torch.float64) if gradient is None else gradient
     if not mine:
         return first.reshape(1).to("cpu", torch.float64)
@@ -139,7 +139,7 @@ def _agreed(rows: Tensor, names: Sequence[str], plan: Plan) -> Collected:
     speaking = rows[:, _SPEAKS] == 1
     place = None
     if faulty := (speaking & (rows[:, _LENGTH] > 0)).nonzero().flatten().tolist():
-        # Cut to its room in bytes, which may split a character.
+        # The text was cut to a number of bytes, which may have split a character.
         place = f"rank {faulty[0]}, {_text(rows[faulty[0]]).decode(errors='ignore')}"
     numbers = rows[speaking, _NUMBERS:].contiguous().view(torch.float64).reshape(-1, len(names), 2)
     updated = bool((rows[speaking, _UPDATED] == 1).any())
@@ -164,7 +164,7 @@ def nonfinite(found: Collected, plan: Plan, *, gradients: bool) -> NonFiniteErro
     """The error for a step whose loss or gradient is not finite, or None.
 
     Args:
-        gradients: whether they are looked at here: not where a loss scaler does it.
+        gradients: whether gradients are judged here; False where a loss scaler judges them.
     """
     if count := sum(int(metric.value) for name, metric in found.metrics.items() if name.endswith("/fault")):
         return NonFiniteError(

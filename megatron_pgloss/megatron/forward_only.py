@@ -24,7 +24,9 @@ SCORED = ("old", "ref", "rollout", "values")
 def score(
     runtime: Runtime, made: Plan, batches: Sequence[TokenBatch], chunks: list[Any], into: str
 ) -> list[TokenBatch]:
-    """Log-probs of every target or values by ``chunks``' weights into stream ``into`` of the batches, on every rank."""
+    """The batches with stream ``into`` by the weights of ``chunks``: log-probs of every target, or values. The result
+    is there on every rank.
+    """
     if into == "values":
 
         def values(micro: MicroBatch, output: Any) -> list[Tensor]:
@@ -70,9 +72,9 @@ def whole_pass(
     """Run ``made``'s micro-batches forward-only, in eval mode, and join what is read of them to this rank's whole rows.
 
     Args:
-        read: streams ``[b, s]`` of a micro-batch, from the model's output.
-        part: of the output, where a model gives several.
-        streams: how many ``read`` gives.
+        read: a function that makes streams ``[b, s]`` of a micro-batch from the model's output.
+        part: a function that takes from the model's output the part that ``read`` reads.
+        streams: the number of streams that ``read`` gives.
 
     Returns:
         CPU float [T] of each stream, on every rank.
@@ -101,21 +103,21 @@ def _frozen(runtime: Runtime, made: Plan, forward_step: Any, chunks: list[Any]) 
     """`run_forward` in eval mode and without a graph."""
     training = [(module, module.training) for chunk in chunks for module in chunk.modules()]
     for chunk in chunks:
-        # Dropout off, and router statistics untouched: a train-mode pass would count tokens twice.
+        # Eval mode turns dropout off and leaves router statistics alone: a train-mode pass would count tokens twice.
         chunk.eval()
     try:
         # Megatron's forward-only schedules leave autograd on: without this every graph would be built and kept.
         with torch.no_grad():
             return run_forward(runtime, made, forward_step, chunks)
     finally:
-        # Module by module: a part may be frozen in eval mode by its owner.
+        # Each module gets its own mode back, because the trainer may keep a part of the model in eval mode.
         for module, was in training:
             module.training = was
 
 
 def settle(runtime: Runtime, made: Plan) -> None:
-    """With ``old="record"``, after an update: give the rows in their first update whole rows of the log-probs that the
-    loss saw, on every rank. Nothing where a replica has no such row.
+    """Record the log-probs that the loss saw, for rows in their first update, after an update with ``old="record"``:
+    whole rows, on every rank. It does nothing where a replica has no such row.
     """
     recorder = made.ledger.recorder
     if recorder is None or recorder.batch is None or not recorder.wanted:
@@ -127,7 +129,10 @@ def settle(runtime: Runtime, made: Plan) -> None:
 
 
 def run_forward(runtime: Runtime, made: Plan, forward_step: Any, chunks: list[Any]) -> list[Any]:
-    """What the loss function returned per micro-batch on the last stage; ``[]`` on the others.
+    """Run ``made``'s micro-batches through Megatron's schedule, forward-only.
+
+    Returns:
+        What the loss function returned for each micro-batch, on the last stage; ``[]`` on the others.
 
     Raises:
         DataError: packed rows were run without their boundaries on some rank (on every rank alike).

@@ -15,9 +15,9 @@ from megatron_pgloss.megatron.factors import grad_buffers
 def largest(chunks: Sequence[Any], device: torch.device) -> Tensor:
     """The infinity norm of every gradient that this rank holds, 0-d float64 on ``device``: NaN where one is NaN.
 
-    One pass over the memory that is there, without a copy of it. With the distributed optimizer a rank's buffer holds
-    its own part reduced, and sums of its own elsewhere: what is not finite in the job is not finite in some rank's
-    buffer, so that looking at whole buffers is right and enough.
+    This is one pass over the gradients' memory, without a copy. With the distributed optimizer a rank's buffer holds
+    the reduced gradients of its own part, and elsewhere sums of this rank alone. A gradient that is not finite in the
+    job is not finite in some rank's buffer, so that looking at whole buffers is right and enough.
     """
     return finishing.largest(_gradients(chunks), device)
 
@@ -32,8 +32,8 @@ def zero(chunks: Sequence[Any]) -> None:
 
 
 def loss_scaler_decides(config: Any) -> bool:
-    """Whether Megatron's loss scaler looks at the gradients itself: with fp16 its own skip of a step that overflowed,
-    on every rank, is how it finds its scale.
+    """Whether Megatron's loss scaler judges the gradients itself: with fp16 it skips a step that overflowed, on every
+    rank, and finds its scale by that.
     """
     return bool(getattr(config, "fp16", False)) and getattr(config, "grad_scale_func", None) is not None
 

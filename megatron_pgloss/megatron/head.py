@@ -26,7 +26,7 @@ HEAD_MODES = ("given", "auto", "keep", "recompute", "forward")
 
 
 class Head(Protocol):
-    """How a step gets log-probs."""
+    """The interface by which a step gets log-probs."""
 
     def attached(self, bare: Any) -> Any:
         """A context in which the unwrapped model ``bare`` gives what `logprobs` reads; yields keywords for its call."""
@@ -34,8 +34,8 @@ class Head(Protocol):
     def logprobs(
         self, micro: MicroBatch, output: Tensor, *, entropy: bool, ref_logits: Tensor | None = None
     ) -> TokenLogprobs:
-        """Of ``micro.targets`` ``[b, s]``, under the sampler's temperature, with the exact KL where there are reference
-        logits; one collective over tensor-parallel ranks.
+        """Log-probs of ``micro.targets`` ``[b, s]`` under the sampler's temperature, with the exact KL where there are
+        reference logits; one collective over tensor-parallel ranks.
         """
 
 
@@ -43,11 +43,11 @@ class GivenHead:
     """Logits ``[b, s, V/tp]`` as the model makes them.
 
     Args:
-        layout: groups.
-        vocab_size: columns from here on are padding; None: none is.
-        reuse_logits: write the gradient into the logits' own storage.
-        kept: score sampled tokens on the sets that they were drawn from.
-        padded_vocab: columns of the model, by its own word.
+        layout: this rank's process groups.
+        vocab_size: columns from this index on are padding; None: no column is.
+        reuse_logits: whether to write the gradient into the logits' own storage.
+        kept: how sampled tokens are scored on the sets that they were drawn from; None: on the whole vocabulary.
+        padded_vocab: the number of columns that the model says it has, padding included.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class GivenHead:
 
     @contextmanager
     def attached(self, bare: Any) -> Iterator[dict[str, Any]]:
-        """Nothing to change."""
+        """A context that changes nothing: the model gives logits by itself."""
         yield {}
 
     def logprobs(
         self, micro: MicroBatch, output: Tensor, *, entropy: bool, ref_logits: Tensor | None = None
     ) -> TokenLogprobs:
-        """From logits, and the reference's of the same shape."""
+        """Log-probs from logits; the reference's logits have the same shape."""
         if output.shape[:2] != micro.shape:
             raise DataError(
                 "the model's output has the wrong shape", expected=[*micro.shape, "V/tp"], got=list(output.shape)
@@ -79,7 +79,7 @@ class GivenHead:
 
 
 class FusedHead:
-    """Log-probs from hidden states and the LM head's weight; logits are made, if at all, for wanted tokens alone.
+    """Log-probs from hidden states and the LM head's weight; logits are made, if at all, for `wanted_rows` alone.
 
     Args:
         mode: ``keep``, ``recompute`` or ``forward`` (see `linear_token_logprobs`), or ``auto``: ``keep`` while the
@@ -101,14 +101,14 @@ class FusedHead:
 
     @contextmanager
     def attached(self, bare: Any) -> Iterator[dict[str, Any]]:
-        """While it lasts, ``bare`` hands over hidden states ``[b, s, H]`` in place of logits; yields the keywords that
-        its forward needs for that.
+        """A context in which ``bare`` hands over hidden states ``[b, s, H]`` in place of logits. It yields the keywords
+        that ``bare.forward`` needs for that.
         """
         if not getattr(bare, "post_process", False):
             yield {}
         elif "output_processor" in inspect.signature(bare.forward).parameters:
             yield {"output_processor": _hidden}
-        else:  # before megatron-core 0.18, and HybridModel: the layer itself stands aside
+        else:  # before megatron-core 0.18, and HybridModel: the layer passes hidden states through
             layer = bare.output_layer
             layer.forward = lambda hidden, *args, **kwargs: (hidden, None)
             try:
@@ -119,7 +119,7 @@ class FusedHead:
     def logprobs(
         self, micro: MicroBatch, output: Tensor, *, entropy: bool, ref_logits: Tensor | None = None
     ) -> TokenLogprobs:
-        """From hidden states ``[b, s, H]`` (``s/tp`` of them under sequence parallelism)."""
+        """Log-probs from hidden states ``[b, s, H]`` (``s/tp`` positions under sequence parallelism)."""
         if ref_logits is not None:
             raise DataError("reference logits for a fused head, which makes no logits", fix="head='given'")
         hidden = output
@@ -150,7 +150,7 @@ class FusedHead:
 
     @property
     def weight(self) -> Tensor:
-        """``[Vl, H]``, the embedding's where they are tied."""
+        """The LM head's weight ``[Vl, H]``; that of the embedding where the two are tied."""
         if self._owner.share_embeddings_and_output_weights:
             return self._owner.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
         return self._owner.output_layer.weight  # type: ignore[no-any-return]
@@ -169,7 +169,7 @@ def make_head(
     """The head called ``mode``.
 
     Raises:
-        SpecError: an unknown mode.
+        SpecError: the mode is unknown, or ``vocab_size`` is not known under tensor parallelism.
     """
     if mode not in HEAD_MODES:
         raise SpecError(f"head={mode!r}", expected=" | ".join(HEAD_MODES))
@@ -187,9 +187,9 @@ def make_head(
 def wanted_rows(micro: MicroBatch) -> Tensor:
     """int64 ``[N]``, ascending in the model's order: the positions whose log-prob anything reads.
 
-    In a step with an objective: members of some component that reads it, and sampled tokens (statistics over units run
-    over them).
-    In a scoring pass: every real token. On the CPU, where the plan is: no sync.
+    In a step with an objective these are the members of components that read log-probs, and the sampled tokens, which
+    statistics over units run over. In a scoring pass they are all real tokens. The result is on the CPU, as the plan
+    is, so nothing waits for the device.
     """
     real_N = micro.index_N >= 0
     if micro.spec is not None:

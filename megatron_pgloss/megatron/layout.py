@@ -1,4 +1,4 @@
-"""Who this rank is: sizes, ranks and process groups of tensor, context, pipeline and data parallelism."""
+"""This rank's place in the job: sizes, ranks and groups of tensor, context, pipeline and data parallelism."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Layout:
 
     @staticmethod
     def read(collection: Any = None) -> Layout:
-        """From ``pg_collection``, or from parallel_state where it is None.
+        """The layout that ``collection`` (a ``pg_collection``) describes, or parallel_state where it is None.
 
         Raises:
-            LayoutError: no process group, parallel_state not initialised, a group missing, or sizes that do not make
-                up the world.
+            LayoutError: there is no process group, parallel_state is not initialised, a group is missing, or the sizes
+                do not make up the world.
         """
         if not dist.is_initialized():
             raise LayoutError(
@@ -68,7 +68,7 @@ class Layout:
 
     @property
     def dp_cp_size(self) -> int:
-        """Ranks over which gradients are summed."""
+        """Number of ranks over which gradients are summed."""
         return self.dp_size * self.cp_size
 
     @property
@@ -86,7 +86,7 @@ class Layout:
 
     @property
     def device(self) -> torch.device:
-        """Where the model runs."""
+        """The device on which the model runs."""
         if torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The planned loss of one micro-batch from a model's output, by what the spec reads of it."""
+"""The planned loss of one micro-batch, from those parts of a model's output that the spec reads."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def micro_loss(
     """`policy_loss` of ``micro``.
 
     Args:
-        output: the model's, as `PolicyLossStep.loss_func` takes it.
-        ref_logits: the reference's, for an exact KL without ``reference``.
+        output: the model's output, as `PolicyLossStep.loss_func` takes it.
+        ref_logits: the reference model's logits, for an exact KL without ``reference``.
     """
     spec, lp, value = runtime.spec, None, None
     if beside := outputs.reads_logprobs(spec):

@@ -1,6 +1,6 @@
 """Which modes the loss supports under Megatron-Core, and which it refuses, with the reason: one table.
 
-It is gone through when a step is made and at every `begin`, since trainers fill their config late.
+A step is checked against it when it is made and at every `begin`, since trainers fill their config late.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(
         mode="a model whose forward does not take what the step hands over",
         found=lambda job: not job.own_forward and call.not_taken_by(job),
-        reason="it would run without it, packed rows without their boundaries, say",
+        reason="the model would run without it: packed rows without their boundaries, for example",
         fix="PolicyLossStep(forward=FN), where FN(model, micro, inputs) calls the model and returns its output",
     ),
     Refusal(
         mode="a fused head with kept sets",
         found=lambda job: job.fused and job.spec.kept is not None,
-        reason="logits of the whole vocabulary choose a set, and this head keeps none",
+        reason="a set is chosen from the logits of the whole vocabulary, which this head does not keep",
         fix="head='given', or kept=None in the spec",
     ),
     Refusal(
         mode="a fused head with a teacher's ids",
         found=lambda job: job.fused and job.spec.chosen,
-        reason="it has log-probs of the targets alone",
+        reason="this head gives log-probs of the targets alone",
         fix="head='given'",
     ),
     Refusal(
@@ -56,14 +56,14 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(
         mode="head='forward' with a loss that reads more than one token",
         found=lambda job: job.head == "forward" and not job.spec.by_token,
-        reason="it takes the gradient of each token before the other tokens, or a value, are known",
+        reason="this mode takes the gradient of each token before the other tokens, or a value, are known",
         fix="head='keep', 'recompute' or 'auto'",
         error=SpecError,
     ),
     Refusal(
         mode="a fused head on another output layer than ColumnParallelLinear",
         found=conditions.fused_on(conditions.other_layer),
-        reason="it computes the layer's GEMM itself, and knows no other layer's",
+        reason="the head computes the layer's GEMM itself, and knows no other layer's",
         fix="head='given'",
     ),
     Refusal(
@@ -93,13 +93,13 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(
         mode="a fused head with defer_embedding_wgrad_compute",
         found=conditions.fused_on(lambda job, layer: job.config.defer_embedding_wgrad_compute),
-        reason="the head takes its weight gradient itself, and Megatron would have it to postpone",
+        reason="the head computes its weight's gradient itself, so that Megatron has none to compute later",
         fix="head='given', or defer_embedding_wgrad_compute=False",
     ),
     Refusal(
         mode="a fused head with cpu_offloading",
         found=conditions.fused_on(lambda job, layer: getattr(job.config, "cpu_offloading", False)),
-        reason="what it keeps for backward would be offloaded too, which has not been verified by this package yet",
+        reason="what the head keeps for backward would be offloaded too, which this package has not verified yet",
         fix="head='given', or cpu_offloading=False",
     ),
     Refusal(
@@ -111,13 +111,13 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(
         mode="multi-token prediction in a critic",
         found=lambda job: not reads_logprobs(job.spec) and mtp.active(job.config),
-        reason="it would predict tokens by the value head",
+        reason="the further tokens would be predicted by the value head",
         fix="mtp_num_layers=None",
     ),
     Refusal(
         mode="no finalize_model_grads_func",
         found=lambda job: job.config.finalize_model_grads_func is None,
-        reason="data-parallel ranks would never be reduced, and per-token gradients never divided",
+        reason="gradients would never be reduced over data-parallel ranks, and never divided in per-token mode",
         fix="config.finalize_model_grads_func = megatron.core.distributed.finalize_model_grads",
     ),
     Refusal(

@@ -1,9 +1,9 @@
 """Multi-token prediction beside the policy loss: Megatron's own term over the sampled tokens, at its configured weight.
 
 Megatron adds the gradient of ``mtp_loss_scaling_factor`` times a mean over each micro-batch shard, whatever
-``loss_func`` returns. Without per-token losses nothing of ours touches that. With them, every gradient is divided by
-the step's token count: Megatron's own loss would have counted the tokens that MTP trains, and this package counts the
-tokens that enter the model, so for the step the term's scale is multiplied by the ratio of the two.
+``loss_func`` returns. Without per-token losses this package does not touch that. With them, every gradient is divided
+by the step's token count: Megatron's own loss would have counted the tokens that MTP trains, and this package counts
+the tokens that enter the model, so for the step the term's scale is multiplied by the ratio of the two.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ def weighable(config: Any) -> bool:
 
 
 def loss_mask(micro: MicroBatch) -> Tensor:
-    """Which tokens MTP learns to predict: those the policy sampled. float32, the micro-batch's shape.
+    """1 at the tokens that MTP learns to predict, which are those that the policy sampled; float32, the micro-batch's
+    shape.
 
-    In token order, unlike every stream of ``micro``: the entry at a position is about the token that stands there.
-    Without labels Megatron makes them from the inputs, and shifts this mask along with them.
+    The mask is in token order, unlike every stream of ``micro``: the entry at a position is about the token that stands
+    there. Without labels Megatron makes them from the inputs, and shifts this mask along with them.
     """
     action_T, before_N = micro.table["action"], micro.index_N - 1
     if action_T.numel() == 0:
@@ -43,7 +44,7 @@ def loss_mask(micro: MicroBatch) -> Tensor:
 
 
 class Weight:
-    """The term's scale while a step is open: set by `open`, what was there before restored by `close`."""
+    """The term's scale while a step is open: `open` sets it, and `close` restores what was there before."""
 
     def __init__(self) -> None:
         self._restore: Callable[[], None] | None = None
@@ -61,7 +62,7 @@ class Weight:
         ratio = per_token_factor(trained) / per_token_factor(counted) if trained else 0.0
 
         def scale() -> Any:
-            # Absolute, so the loss scale of fp16 belongs in it.
+            # This scale replaces Megatron's own, so it has to include the loss scale of fp16.
             if before is not None:
                 return before() * ratio
             if config.grad_scale_func is None:

@@ -1,4 +1,4 @@
-"""What a loss reads of a model's output: logits or hidden states, values, or both.
+"""The parts of a model's output that a loss reads: logits or hidden states, values, or both.
 
 Shapes: `b` rows and `s` positions of this rank's shard of a micro-batch.
 """
@@ -39,11 +39,11 @@ def values(micro: MicroBatch, output: Any, *, beside: bool) -> Tensor:
     """The values at the positions of ``micro.targets``, float32 (float64) ``[b, s]``.
 
     Args:
-        output: the model's: the value ``[b, s, 1]`` or ``[b, s]``; or ``(logits, value)``.
-        beside: the spec reads log-probs as well, so there must be two.
+        output: the model's output: the value ``[b, s, 1]`` or ``[b, s]``; or ``(logits, value)``.
+        beside: whether the spec reads log-probs as well, so that the output must have both.
 
     Raises:
-        DataError: another form or shape.
+        DataError: the output has another form or shape.
     """
     value = for_values(output)
     if beside and value is output:

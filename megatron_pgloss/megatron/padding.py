@@ -1,10 +1,9 @@
-"""Padding and the router of a mixture of experts: it must not vote on what experts get, nor take their places.
+"""Padding must not count where the router of a mixture of experts balances the load, nor take up experts' capacity.
 
-Megatron-Core leaves padding out of auxiliary and z-losses where the model is given ``padding_mask``. It does so rightly
-in a part of the cases alone, read from the installed router (0.16.1 and 0.19.2): the mean of the z-loss is taken on
-each tensor- and context-parallel rank by itself, the auxiliary loss of a per-token step is multiplied by the tokens of
-all of them once too often, later pipeline stages do not cut the mask for sequence parallelism, and selection biases
-crash.
+Megatron-Core leaves padding out of auxiliary and z-losses where the model is given ``padding_mask``. By the installed
+router (0.16.1 and 0.19.2) that is right only in some cases: the mean of the z-loss is taken on each tensor- and
+context-parallel rank by itself; the auxiliary loss of a per-token step is multiplied once too often by the tokens of
+all these ranks; later pipeline stages do not cut the mask for sequence parallelism; selection biases crash.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ _FIX = (
 
 
 def masked(config: Any, layout: Layout, made: Plan, *, takes_mask: bool, allowed: bool) -> bool:
-    """Whether the model is to be given ``padding_mask`` in this step. A gather over data parallelism for a mixture of
-    experts with variable lengths.
+    """Whether the model is to be given ``padding_mask`` in this step. For a mixture of experts with variable lengths it
+    takes a gather over data parallelism.
 
     Args:
         takes_mask: whether the ``forward`` of every chunk takes ``padding_mask``.
-        allowed: padding is routed, as Megatron does by itself.
+        allowed: whether padding may be routed, as Megatron does by itself.
 
     Raises:
         LayoutError: padding would be routed, and the mask cannot be given (on every rank alike).
@@ -50,7 +49,7 @@ def masked(config: Any, layout: Layout, made: Plan, *, takes_mask: bool, allowed
 
 
 def reads_padding(config: Any) -> list[str]:
-    """What of a mixture of experts depends on the padding that is routed."""
+    """Names of what depends on routed padding in the model's mixture of experts."""
     if not getattr(config, "num_moe_experts", None):
         return []
     kind = getattr(config, "moe_router_load_balancing_type", "")
@@ -91,8 +90,8 @@ def unusable(config: Any, layout: Layout) -> str:
 
 
 def mask(micro: MicroBatch) -> Tensor | None:
-    """bool ``[b, s]``, True at padding, as GPTModel's ``padding_mask``; None where the whole micro-batch is padding, of
-    which a mean would be 0 / 0.
+    """bool ``[b, s]``, True at padding, as GPTModel's ``padding_mask``; None where the whole micro-batch is padding,
+    since Megatron's means over its tokens would be 0 / 0.
     """
     if micro.units["sequence"] == 0:
         return None

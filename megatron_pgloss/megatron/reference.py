@@ -22,18 +22,18 @@ class Reference:
     own, and the last stage keeps the logits ``[b, s, V/tp]`` of every micro-batch until the step is closed.
 
     Args:
-        model: the module or list of chunks, built on the policy's layout, wrapped or not. Put into eval mode.
+        model: the module or list of chunks, built on the policy's layout, wrapped or not. It is put into eval mode.
 
     Raises:
         SpecError: no component reads the exact KL.
-        LayoutError: another number of chunks than the policy's.
+        LayoutError: the reference has another number of chunks than the policy.
     """
 
     def __init__(self, runtime: Runtime, model: Any) -> None:
         self.chunks = as_chunks(model)
         if not runtime.spec.needs_exact_kl:
             raise SpecError(
-                "reference= is read by the exact KL alone, which this spec has not",
+                "reference= is read by the exact KL alone, which this spec does not have",
                 expected='KL(estimator="exact", to="ref")',
                 fix='log-probs of the reference: step.score(batches, REFERENCE, into="ref")',
             )
@@ -47,29 +47,29 @@ class Reference:
         self._runtime, self._logits = runtime, list[Tensor]()
 
     def open(self, made: Plan) -> None:
-        """Make ready for the micro-batches of ``made``. With pipelining a collective."""
+        """Make ready for the micro-batches of ``made``; a collective under pipelining."""
         if self._runtime.layout.pp_size > 1:
             self._logits = forward_only.reference_logits(self._runtime, made, self.chunks)
 
     def logits(self, micro: MicroBatch) -> Tensor:
-        """``[b, s, V/tp]`` of ``micro``, on the last stage, without a graph."""
+        """The reference's logits ``[b, s, V/tp]`` on ``micro``, for the last stage; they have no graph."""
         if self._runtime.layout.pp_size > 1:
             return self._logits[micro.number]
         with torch.no_grad():
-            # On a micro-batch of its own: what the reference reads, the policy has not read.
+            # A shard with notes of its own: boundaries that the reference reads have not reached the policy.
             apart = Shard.of(micro, 0, Boundaries())
             return outputs.for_logprobs(self._runtime.run_model(apart, self.chunks[0]))  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Let go of what was kept."""
+        """Drop the logits that were kept."""
         self._logits.clear()
 
 
 def needed(given: Tensor | None, reference: Reference | None, micro: MicroBatch) -> Tensor:
-    """The reference's logits for ``micro``: those handed to the loss function, or by the step's own reference.
+    """The reference's logits for ``micro``: those handed to the loss function, else those of the step's own reference.
 
     Raises:
-        DataError: neither is there.
+        DataError: there are neither.
     """
     if given is not None:
         return given

@@ -30,16 +30,16 @@ from megatron_pgloss.spec import LossSpec
 class Runtime:
     """Spec, split, layout, head, and the model with its config.
 
-    Args: those of `megatron_pgloss.megatron.PolicyLossStep` that are so called.
+    Args: as the arguments of `megatron_pgloss.megatron.PolicyLossStep` with the same names.
 
     Raises:
         UnsupportedError, SpecError: a refused mode (`megatron_pgloss.megatron.modes`), or factors that cannot be
             established.
-        LayoutError: process groups missing.
+        LayoutError: a process group is missing.
     """
 
     chunks: list[Any]
-    """As handed to the schedule, wrapped."""
+    """The model's chunks as handed to the schedule, wrapped."""
     config: Any
     per_token: bool
     """``calculate_per_token_loss``."""
@@ -68,7 +68,7 @@ class Runtime:
         self._forward, self.on_nonfinite = forward, on_nonfinite
         self.masked = False
         """Whether the step that is open hands ``padding_mask`` over."""
-        # What steps of several ranks must have in common, beside what a plan compares anyway.
+        # The options that must be the same on all ranks, beside what a plan compares anyway.
         self._agreed = repr((head, head_memory, reuse_logits, forward is not None, on_nonfinite))
         self.layout = Layout.read(pg_collection)
         self._model, self._head_mode = model, head
@@ -81,8 +81,8 @@ class Runtime:
     def look_again(self) -> list[Any]:
         """Read chunks, config, wrappers and factors as they are now, and refuse what would be wrong.
 
-        Done before every step: trainers fill their config late, and to look costs less than to know that nothing
-        changed.
+        It is called before every step: trainers fill their config late, and reading it again costs less than finding
+        out whether it changed.
 
         Returns:
             The chunks, unwrapped.
@@ -103,10 +103,10 @@ class Runtime:
         return bare
 
     def refuse_another(self, model: Any) -> None:
-        """Refuse to train a model that is no chunk of the step's.
+        """Refuse to train a model that is not a chunk of the step's model.
 
         Raises:
-            DataError: it is another one.
+            DataError: ``model`` is not such a chunk.
         """
         bare = unwrap_model(model)
         if not any(bare is one for one in self._bare):
@@ -160,7 +160,7 @@ class Runtime:
 
     def run_model(self, micro: MicroBatch, model: Any, **more: Any) -> Any:
         """The model's output on ``micro``: vocabulary-parallel logits ``[b, s, V/tp]`` on the last stage, or hidden
-        states with a fused head; a critic's values ``[b, s, 1]``, or both. ``more``: keywords over the step's own.
+        states with a fused head; a critic's values ``[b, s, 1]``, or both. ``more`` overrides the step's own keywords.
         """
         bare, run = unwrap_model(model), self._forward or call.plain
         given = self._inputs(micro, model, strict=self._forward is None)
@@ -170,18 +170,18 @@ class Runtime:
             return run(model, micro, given)
 
     def takes(self, name: str) -> bool:
-        """Whether the ``forward`` of every chunk takes a keyword."""
+        """Whether the ``forward`` of every chunk takes the keyword ``name``."""
         return all(call.taken(unwrap_model(chunk))(name) for chunk in self.chunks)
 
     def inputs(self, micro: MicroBatch, model: Any) -> Inputs:
-        """Keywords for a call of ``model`` on ``micro`` in a forward step of your own: of tokens, positions, boundaries
-        of packed rows, the padding mask of a router and MTP's loss mask those that its ``forward`` names;
-        ``fp32_output=False`` for a Float16Module.
+        """Keywords for a call of ``model`` on ``micro`` in a forward step of your own.
 
-        A fused head does not come with them: with one run the model by `run_model`, or by ``forward=``.
+        Of tokens, positions, boundaries of packed rows, the padding mask of a router and MTP's loss mask they are those
+        that the model's ``forward`` names; with ``fp32_output=False`` for a Float16Module. They do not switch on a
+        fused head: with one, run the model by `run_model`, or give the step ``forward=``.
 
         Raises:
-            UnsupportedError: the model needs one that its ``forward`` does not take.
+            UnsupportedError: the model needs a keyword that its ``forward`` does not take.
         """
         return self._inputs(micro, model, strict=True)
 
@@ -206,7 +206,7 @@ class Runtime:
 
     @property
     def logprob_dtype(self) -> torch.dtype:
-        """float64 where the model is, else float32."""
+        """float64 for a float64 model, else float32."""
         return torch.float64 if self.config.params_dtype == torch.float64 else torch.float32
 
 

@@ -15,7 +15,7 @@ from megatron_pgloss.rollouts import TokenBatch, broken
 def broadcast(batches: Iterable[TokenBatch] | None, *, pg_collection: Any = None) -> list[TokenBatch]:
     """Share the batches of a replica's first rank (tensor, context and pipeline rank 0) with its other ranks.
 
-    A collective: every rank calls it; what the others pass is ignored. Only needed where one rank has the data.
+    A collective: every rank calls it; what the others pass is ignored. It is needed only where one rank has the data.
 
     Returns:
         The first rank's batches, on every rank of its replica.

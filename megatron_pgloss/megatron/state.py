@@ -1,4 +1,4 @@
-"""State of modules that a step changes beside the gradients: kept by `begin`, put back by a skip."""
+"""State of modules that a step changes beside the gradients: `begin` keeps a copy, and a skip puts it back."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 class ModuleState:
     """Buffers, persistent or not, and extra state of the modules of ``chunks`` as they are now.
 
-    A mixture of experts has its selection bias and its counts of routed tokens there, which Megatron changes in every
-    step whatever comes of it. Modules of Transformer Engine are left out: what they hold with FP8 is that of a delayed
-    recipe, which `megatron_pgloss.megatron.modes` refuses together with a skip.
+    A mixture of experts has its selection bias and its counts of routed tokens there, and Megatron changes both in
+    every step, a skipped one too. Modules of Transformer Engine are left out: their extra state is that of FP8 with
+    delayed scaling, which `megatron_pgloss.megatron.modes` refuses together with a skip.
     """
 
     def __init__(self, chunks: Sequence[Any]) -> None:

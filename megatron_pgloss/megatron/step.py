@@ -32,29 +32,31 @@ class PolicyLossStep(Runtime):
 
     Args:
         spec: what to train.
-        model: the module, or list of chunks, handed to the schedule, wrapped as it will run: all else is read from it.
+        model: the module, or list of chunks, that the schedule is handed, wrapped as it will run; the config, the
+            wrapper's factors and the head are read from it.
         split: how rows become micro-batches.
         pg_collection: process groups; None: Megatron's parallel_state.
         on_nonfinite: what `finish` does where the loss or a gradient is not finite: ``raise`` on every rank; ``skip``:
-            zero the gradients and set ``should_step`` to False; ``report`` in the metrics alone.
+            zero the gradients and set ``should_step`` to False; ``report``: only say so in the metrics.
         allow_empty_microbatches: accept empty micro-batches although MoE auxiliary losses average over them.
         allow_routed_padding: let routers count padding (`megatron_pgloss.megatron.padding`).
         reuse_logits: write the logits' gradient into their own storage.
-        vocab_size: the tokenizer's. Columns from here on are padding (their number depends on tensor parallelism), no
-            part of the softmax; None: every column of the model is a token, as in Megatron's own cross entropy.
-        head: ``given``: the model's logits. Else hidden states and the head's weight: ``keep``, ``recompute``,
-            ``forward``, ``auto`` (`megatron_pgloss.megatron.head.FusedHead`).
+        vocab_size: the tokenizer's vocabulary size. Columns from there on are padding (their number depends on tensor
+            parallelism) and no part of the softmax; None: every column of the model is a token, as in Megatron's own
+            cross entropy.
+        head: ``given`` reads the model's logits; ``keep``, ``recompute``, ``forward`` and ``auto`` read hidden states
+            and the head's weight (`megatron_pgloss.megatron.head.FusedHead`).
         head_memory: bytes that ``auto`` may spend on kept logits.
         reference: the frozen model of an exact KL, laid out as ``model`` (`megatron_pgloss.megatron.reference`).
         forward: ``FN(model, micro, inputs) -> output``, how the model is run on a micro-batch, in training, scoring,
-            the statistics pass and evaluation; for models whose ``forward`` has another signature. ``inputs``: what the
-            step would hand over (`inputs`), the fused head's keyword with it. None: ``model(**inputs)``.
+            the statistics pass and evaluation; for models whose ``forward`` has another signature. ``inputs`` has the
+            keywords that the step would hand over (`inputs`), and the fused head's. None: ``model(**inputs)``.
         patience: seconds in one phase after which a rank logs for whom it waits (`megatron_pgloss.megatron.watch`).
 
     Raises:
         UnsupportedError, SpecError: a refused mode (`megatron_pgloss.megatron.modes`), or factors that cannot be
             established.
-        LayoutError: process groups missing.
+        LayoutError: a process group is missing.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class PolicyLossStep(Runtime):
         self._mtp = mtp.Weight()
         self.watch = Watch(self.layout.ranks.world_rank, self.layout.ranks.world_size, patience)
         self.should_step = True
-        """Whether the optimizer should step, after `finish`: False after a skipped step, or where no gradient is."""
+        """Whether the optimizer should step, after `finish`: False after a skipped step, or without any gradient."""
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
@@ -115,7 +117,7 @@ class PolicyLossStep(Runtime):
         """
         if self._plan is not None and self._plan.ledger.updated:
             _LOG.warning(
-                "begin: the step before it was left without finish, so its losses and gradients were not looked at. "
+                "begin: the previous step was left without finish, so its losses and gradients were not looked at. "
                 "Call step.finish(losses) before the optimizer steps, or step.close() where a step is given up."
             )
         self._close()
@@ -142,8 +144,8 @@ class PolicyLossStep(Runtime):
         return made
 
     def close(self) -> None:
-        """Leave the open step without `finish`, after an error say: no update was made, and the same rows may be tried
-        again. Megatron's config is as it was before `begin`.
+        """Leave the open step without `finish`, after an error for example: no update was made, and the same rows may
+        be tried again. Megatron's config is put back to what it was before `begin`.
         """
         if self._plan is not None:
             self._plan.ledger.take_back()
@@ -212,7 +214,8 @@ class PolicyLossStep(Runtime):
         """Megatron's ``loss_func`` for one micro-batch, in the return form of the config's mode.
 
         It takes the model's output: logits; a critic's values ``[b, s, 1]`` where the spec has `Value` alone;
-        ``(logits, values)`` where it has both. ``ref_logits``: the reference's, for an exact KL without ``reference=``.
+        ``(logits, values)`` where it has both. ``ref_logits``: the reference model's, for an exact KL without
+        ``reference=``.
         """
         made = self.plan
 
@@ -266,18 +269,19 @@ class PolicyLossStep(Runtime):
 
         Raises:
             NonFiniteError: with ``on_nonfinite="raise"``, on every rank alike.
-            DataError: packed rows were run without their boundaries; or reports that are not this step's. Likewise.
+            DataError: packed rows were run without their boundaries, or the reports are not this step's; on every rank
+                alike.
         """
         made = self.plan
         self._mtp.close()
-        # A rank that sees no loss cannot tell an update from an evaluation: it looks, and all decide.
+        # A rank that sees no loss cannot tell an update from an evaluation, so it looks; the ranks decide together.
         look = made.ledger.updated or made.batch is None or not self.layout.last_stage
         found = finish.collect(
             losses, finish.expected(self.spec, made), made, self.layout,
             gradient=gradients.largest(self.chunks, self.layout.device) if look else None,
             error=self.unread(made, self._boundaries),
         )  # fmt: skip
-        if found.updated:  # an evaluation is none
+        if found.updated:  # an evaluation is no update
             made.ledger.mark_updated()
         state = self._state
         self._close()

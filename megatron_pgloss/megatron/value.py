@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class ValueHead(torch.nn.Linear):
-    """One number a position from its hidden state, ``V = h . w + b``: a Megatron model's output layer, or a second one.
+    """One number per position, ``V = h . w + b`` of its hidden state: a model's output layer, or a second one.
 
     The weight is small and every tensor-parallel rank holds it whole. Under sequence parallelism each rank computes its
     own positions, and they are gathered: the loss is the same on every tensor-parallel rank, so what comes back is cut,
@@ -45,7 +45,7 @@ class ValueHead(torch.nn.Linear):
         """Values of hidden states ``[s, b, H]`` (``s/tp`` of them under sequence parallelism).
 
         Args:
-            args, kwargs: what Megatron tells an output layer of vocabulary columns; not read.
+            args, kwargs: Megatron's further arguments for an output layer; they are not read.
 
         Returns:
             ``([s, b, 1], None)``, float32 (float64), equal on all tensor-parallel ranks.

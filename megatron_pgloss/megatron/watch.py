@@ -1,9 +1,9 @@
-"""Where every rank of a job is, told through the job's store, so that a rank that waits can say for whom.
+"""The phase of every rank of a job, shared through the job's store, so that a rank that waits can say for which one.
 
 A rank notes its phase (`Watch.during`, `Watch.note`); a thread of its own writes it to the store that
 ``init_process_group`` made, at most once a second, and again as a sign of life. Nothing here is a collective, and
-nothing waits for another rank. A rank that fails says so in one line and leaves it in the store; the others name it, or
-whoever gives no sign of life or is behind, once they have waited for `Watch.patience` seconds.
+nothing waits for another rank. A rank that fails says so in one line, in its log and in the store. The others name that
+rank, or a rank that gives no sign of life or is behind, once they have waited for `Watch.patience` seconds.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from megatron_pgloss.errors import PGLossError
 _LOG = logging.getLogger(__name__)
 _NUMBER = itertools.count()
 _ORDER = ("idle", "score", "begin", "statistics pass", "forward", "loss", "schedule", "finish")
-"""Phases in the order in which a step goes through them; ``schedule``: between two calls of ours, backward too."""
+"""Phases in the order of a step; ``schedule`` is the time between two calls into this package, backward included."""
 _PAUSE = 1.0
-"""Seconds between two writes, at least."""
+"""Least number of seconds between two writes."""
 _SILENT = 3
 """Signs of life that a rank misses before it is called silent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """Where a rank is."""
+    """The step, phase and micro-batch that a rank is in."""
 
     step: int = 0
     phase: str = "idle"
@@ -48,7 +48,7 @@ class State:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Smaller is behind. Micro-batches count before what is done with them."""
+        """A key for comparing ranks: the smaller one is behind. The micro-batch counts before the phase inside it."""
         inside = self.phase in ("forward", "loss", "schedule")
         return self.step, _ORDER.index("forward" if inside else self.phase), 3 * self.micro + (
             ("forward", "loss", "schedule").index(self.phase) if inside else 0
@@ -64,7 +64,7 @@ class Watch:
     """This rank's phase, and a look at the others'.
 
     Args:
-        rank, size: in the world.
+        rank, size: this rank's number, and the number of ranks in the world.
         patience: seconds in one phase after which this rank says for whom it waits.
     """
 
@@ -75,7 +75,7 @@ class Watch:
         self._state, self._written = State(since=time.time()), State()
         self._told: set[object] = set()
         self._wake = threading.Event()
-        self._beat = max(2.0, size / 500)  # of large worlds the store must serve few writes a second
+        self._beat = max(2.0, size / 500)  # in a large world the store must not have to serve many writes a second
         if self._store is not None:
             threading.Thread(
                 target=_work, args=(weakref.ref(self), self._wake, min(self._beat, patience)), daemon=True
@@ -84,16 +84,15 @@ class Watch:
     # ---- this rank ------------------------------------------------------------------------------------------------
 
     def note(self, phase: str, micro: int = -1, *, opens: bool = False) -> None:
-        """This rank enters a phase; ``opens``: of the next step. Costs no more than making a tuple."""
+        """Note that this rank enters a phase; ``opens`` says that the next step begins. Nothing is sent from here."""
         now = time.time()
         self._state = State(step=self._state.step + opens, phase=phase, micro=micro, since=now, alive=now)
         self._wake.set()
 
     @contextmanager
     def during(self, phase: str, micro: int = -1, *, then: str, opens: bool = False) -> Iterator[None]:
-        """A phase for the length of the block, and the next one. An error in it is told to the others.
-
-        What all ranks raise alike (a PGLossError of a gather) is told by nobody: outside of forward and loss.
+        """Be in ``phase`` for the length of the block, and in phase ``then`` after it. An error in the block is told to
+        the other ranks, except for a PGLossError outside of forward and loss, which all ranks raise alike.
         """
         self.note(phase, micro, opens=opens)
         try:
@@ -107,7 +106,9 @@ class Watch:
 
     @contextmanager
     def schedule(self) -> Iterator[None]:
-        """Around Megatron's schedule: an error of a message between ranks gets a note that names who is to blame."""
+        """A context for Megatron's schedule: an error of a message between ranks gets a note that names the rank at
+        fault.
+        """
         try:
             yield
         except Exception as error:
@@ -115,8 +116,8 @@ class Watch:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Say in one line what ended this rank's step, or whom the collective that failed waited for."""
-        if getattr(error, "_pgloss_told", False):  # further in
+        """Say in one line what ended this rank's step, or for which rank the collective that failed was waiting."""
+        if getattr(error, "_pgloss_told", False):  # an inner block has told it
             return
         error._pgloss_told = True  # type: ignore[attr-defined]
         if collective(error):
@@ -134,7 +135,9 @@ class Watch:
                 _LOG.error("the job's store is gone, the other ranks cannot be told: %s", gone)
 
     def _blamed(self) -> str:
-        """`behind`, once a rank has said that it failed or has been silent for long enough; soon at the latest."""
+        """The text of `behind`, as soon as a rank has said that it failed or has been silent for too long; whatever it
+        is after a few seconds otherwise.
+        """
         late = time.monotonic() + _SILENT * self._beat + 2 * _PAUSE
         text = self.behind()
         while "is behind" in text or "no rank" in text:
@@ -147,7 +150,7 @@ class Watch:
     # ---- the others -----------------------------------------------------------------------------------------------
 
     def behind(self) -> str:
-        """Who failed, gives no sign of life, or is behind; or that the store is gone, or does not answer."""
+        """A text: which rank failed, gives no sign of life, or is behind; or that the store does not answer."""
         if self._store is None:
             return "there is no store in which ranks could say where they are"
         found: list[str] = []
@@ -191,7 +194,7 @@ class Watch:
         return State(**json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def tick(self) -> None:
-        """What the thread does: write, and speak up after a while."""
+        """One round of the thread: write this rank's state, and log for whom it waits if it has waited for long."""
         assert self._store is not None
         state, now = self._state, time.time()
         written = self._written
@@ -215,7 +218,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def watched(phase: str, *, then: str) -> Callable[[Method], Method]:
-    """A method that is a phase of its object's ``watch``; ``begin`` opens the next step."""
+    """A decorator: the method is a phase of its object's ``watch``; ``begin`` opens the next step."""
 
     def wrap(method: Method) -> Method:
         @functools.wraps(method)
@@ -229,7 +232,7 @@ def watched(phase: str, *, then: str) -> Callable[[Method], Method]:
 
 
 def collective(error: BaseException) -> bool:
-    """Whether ``error`` is of a collective or a message between ranks."""
+    """Whether ``error`` comes from a collective or from a message between ranks."""
     text = str(error)
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "NCCL", "Connection "))

@@ -1,9 +1,10 @@
-"""Metrics as typed reductions: a sum with its own count, an extreme; each adds exactly over micro-batches and ranks.
+"""Metrics as typed reductions: a sum with its own count, or an extreme; both merge exactly over micro-batches and
+ranks.
 
 A mean is never averaged again: what travels is ``(sum, count)`` in float64, and the division happens once, on
-the reduced pair. One row of the table `METRICS` is all that there is to say of a metric: which components have it, its
-value, what it is divided by, and what it should be on the first on-policy step; the names that ranks agree on and
-docs/metrics.md are made from it.
+the reduced pair. A row of the table `METRICS` holds everything about one metric: which components have it, its value,
+what it is divided by, and what it should be on the first on-policy step. The names that ranks agree on and
+docs/metrics.md are made from the table.
 """
 
 from megatron_pgloss.metrics.metric_table import METRICS, Kind, MetricRow, kind_of

@@ -1,8 +1,9 @@
 """The table of metrics, one row each. `N` positions of a micro-batch.
 
-``when`` asks a component (`megatron_pgloss.spec.Component`) and what is known of the step (`Known`) whether it has the
-metric, the same on every rank; ``value`` takes a number, a truth or a sum from what was measured
-(`megatron_pgloss.objective.measure.Measured`, whose properties are each computed once). This room stands below both.
+``when(part, known)`` says whether a component (`megatron_pgloss.spec.Component`) has the metric, given what every rank
+knows of the step (`Known`), so that all ranks agree. ``value(measured)`` gives a number or a bool of every token, or a
+sum (`megatron_pgloss.objective.measure.Measured`, which computes each property once). Both classes belong to higher
+layers, which this one does not import.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any, Literal, Protocol
 
 Kind = Literal["mean", "sum", "min", "max"]
 Over = Literal["", "members", "kept", "before", "applied", "first", "taught"]
-"""The set that a mean or an extreme is taken over; empty: the value is the partial result itself."""
+"""The tokens that a mean or an extreme is taken over; empty: the value is the partial result itself."""
 DIVIDED_BY: dict[Over, str] = {
     "": "",
     "members": "member tokens",
-    "kept": "member tokens, and those outside",
+    "kept": "member tokens, and tokens outside their kept set",
     "before": "tokens before any rejection",
     "applied": "member tokens that no correction rejected",
     "first": "sequences, before any rejection",
@@ -209,11 +210,11 @@ METRICS: tuple[MetricRow, ...] = (
     _gate("covariance", "its share", "a covariance gate"),
     _gate("custom", "its own", "a user's gate (of a soft one: 1 minus its factor)"),
     _row(
-        "is_weight", f"1 {_ALIKE}", "importance weight of the corrections as applied: truncated, over its mean",
+        "is_weight", f"1 {_ALIKE}", "importance weight of the corrections as applied (truncated, divided by its mean)",
         _weighs, lambda m: m.weight, over="applied",
     ),
-    _row("is_weight_sq", f"1 {_ALIKE}", "its square, for the deviation", _weighs, lambda m: m.weight.square(),
-         over="applied"),
+    _row("is_weight_sq", f"1 {_ALIKE}", "square of that weight, for its deviation",
+         _weighs, lambda m: m.weight.square(), over="applied"),
     _row("is_weight_min", f"1 {_ALIKE}", "smallest of these weights", _weighs, lambda m: m.weight, "min", "applied"),
     _row("is_weight_max", f"1 {_ALIKE}", "largest of these weights", _weighs, lambda m: m.weight, "max", "applied"),
     _row(

@@ -66,11 +66,11 @@ def fold(names: Sequence[str], packed: Tensor) -> dict[str, Metric]:
     """`merge_all` of many packed parts at once: the parts in order, so that every rank gets the same bits.
 
     Args:
-        packed: float64 ``[parts, names, 2]``, by `Metric.pack`; without parts there is nothing.
+        packed: float64 ``[parts, names, 2]``, by `Metric.pack`; without parts the result is empty.
     """
     if packed.shape[0] == 0:
         return {}
-    # One after the other; a plain sum may add in another order on another machine.
+    # cumsum adds the parts one after the other; sum may add them in another order on another machine.
     whole, low, high = packed.cumsum(0)[-1], packed[..., 0].amin(0), packed[..., 0].amax(0)
     kinds = {name: kind_of(name) for name in names}
     extremes = {"min": low, "max": high}

@@ -1,4 +1,6 @@
-"""Terms beside the policy gradient: KL in its forms, entropy, cross entropy, value. Elementwise on `[N]`."""
+"""Terms beside the policy gradient: KL in its forms, a teacher's top-k, entropy, cross entropy, value, the user's own.
+Elementwise on `[N]`.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,9 @@ _ESTIMATES: dict[str, tuple[_Of, _Of, _Of]] = {
     "k3": (k3, lambda d_N: -(-d_N).expm1(), lambda d_N: d_N),
     "abs": (torch.abs, torch.sign, lambda d_N: d_N.abs() + d_N.sign()),
 }
-"""Estimator to its value, its derivative, and their sum: the derivative of r times the value, over r. Each is formed
-directly: that of k3 would be a difference of two parts as large as exp(-d), of which d is left."""
+"""Estimator to three functions of d: its value, its derivative, and their sum, which is the derivative of r times the
+value, over r. The sum has its own formula: in k3, value and derivative hold exp(-d) with opposite signs, and adding
+them would leave d with their rounding."""
 
 
 def kl(part: KL, x: Streams) -> TokenTerm:
@@ -38,7 +41,7 @@ def kl(part: KL, x: Streams) -> TokenTerm:
     if part.estimator == "k3" and part.gradient != "k2":
         held_N = x.beyond(d_N)
     if part.gradient == "k2":
-        slope_N = d_N  # straight-through: this value, that gradient
+        slope_N = d_N  # straight-through: the value as it is, the gradient of k2
     elif part.gradient == "plain":
         slope_N = slope(d_N)
     else:
@@ -65,7 +68,7 @@ def cross_entropy(part: Any, x: Streams) -> TokenTerm:
 
 
 def own(part: Term, x: Streams) -> TokenTerm:
-    """What the user's function gives."""
+    """The term that the user's function returns."""
     x.ratio_was_read = False
     term_N = checked(x.call("term", part), x, f"term {part.name!r}")
     return TokenTerm(term_N, held_N=x.beyond(x.log_ratio) if x.ratio_was_read else None)
@@ -77,7 +80,7 @@ def value(part: Value, x: Streams) -> TokenTerm:
     if part.clip is None:
         return TokenTerm(miss_N.square() / 2, decided_N=torch.zeros_like(miss_N, dtype=torch.bool))
     old_N = x.stream("values")
-    # Not old + clip(V - old): inside the clip that is V but for a rounding, which then decides.
+    # Not old + clip(V - old): inside the clip that would be V up to a rounding, and the rounding would decide.
     near_N = x.value.clamp(old_N - part.clip, old_N + part.clip) - x.stream("returns")
     decided_N = near_N.square() > miss_N.square()
     return TokenTerm(torch.where(decided_N, near_N, miss_N).square() / 2, decided_N=decided_N)
@@ -91,4 +94,4 @@ TERMS: dict[str, Callable[[Any, Streams], TokenTerm]] = {
     "value": value,
     "term": own,
 }
-"""Kind of component to its function; that of the policy gradient is made of a ratio and a surrogate."""
+"""Kind of component to its function. The policy gradient is not among them: its surrogate has the function."""

@@ -1,11 +1,11 @@
 """The statistics pass: what is decided over a whole step from one forward-only pass of the model. `T` tokens of this
 rank's rows.
 
-Decided are gates by quantile, second moment or covariance, mean weights, the terms of whole groups, and everything that
+It decides gates by quantile, second moment or covariance, mean weights, the terms of whole groups, and which tokens
 ``count_rejected=False`` takes out of the denominators.
 
-A data-parallel rank holds whole rows, so the streams of its rows are those of one large micro-batch; what goes over
-all rows of the job is counted by `megatron_pgloss.planning.select`.
+A data-parallel rank holds whole rows, so its rows are treated as one large micro-batch; statistics over the rows of all
+ranks are taken by `megatron_pgloss.planning.select`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def decide(plan: Plan, micro: MicroBatch, logp_T: Tensor, entropy_T: Tensor | No
 
     Args:
         micro: all rows of this rank as one micro-batch (`Plan.whole`).
-        logp_T: log-probs of the policy at the start of the step; entropy_T where the spec reads it.
+        logp_T: log-probs of the policy at the start of the step.
+        entropy_T: its entropy there; None where the spec does not read it.
     """
     assert plan.spec is not None
     findings, job = {}, Job(plan.ranks)
@@ -91,9 +92,9 @@ def _gates(part: Component, x: Streams, plan: Plan, job: Job, found: Decided) ->
 
 
 def _corrections(part: Component, x: Streams, spec: LossSpec, job: Job, found: Decided) -> Tensor:
-    """What the late corrections keep, bool [T]; notes the mean of those that are normalised.
+    """bool [T]: the tokens that the late corrections leave. The means of normalised weights go into ``found.means``.
 
-    A mean is over the members that all corrections leave; gates shrink the numerator alone and are not asked.
+    A mean is over the members that all corrections leave; gates, which shrink the numerator alone, do not matter to it.
     """
     said = corrected(part, x, spec)
     passes_T = torch.ones_like(x.members)
@@ -104,7 +105,7 @@ def _corrections(part: Component, x: Streams, spec: LossSpec, job: Job, found: D
         if rule.normalizes and verdict.weight is not None:
             unit = rule.statistic_unit
             counted_T = trained_T if unit is None else _one_each(x._units(unit), trained_T)
-            # Nothing is trained: nothing is divided.
+            # The mean over no token is 0: nothing is trained then, and nothing is divided.
             found.means[i] = job.mean(verdict.weight, counted_T) or 1.0
     return passes_T
 
@@ -121,13 +122,13 @@ def _one_each(unit: UnitSums, mask_T: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Where a gate of the statistics pass is decided."""
+    """The context in which a gate of the statistics pass is decided."""
 
     plan: Plan
     job: Job
     """Statistics over the tokens of all data-parallel ranks."""
     thresholds: dict[str, float]
-    """Takes the threshold that was found, by name, for the report."""
+    """Thresholds by name, for the report; a gate enters the one that it found."""
 
 
 def _entropy_quantile(gate: EntropyGate, x: Streams, scene: Scene) -> Tensor:

@@ -92,6 +92,6 @@ def _losses(sequences: Iterable[Sequence], tau: float) -> dict[tuple[Key, int], 
     found = {}
     for key, some in logits.items():
         top = max(some)
-        # Exactly rounded: the order of ranks and rows does not matter by a bit.
+        # fsum rounds once, so the order of ranks and rows changes no bit.
         found[key] = top + math.log(math.fsum(math.exp(logit - top) for logit in some)), len(some) - 1
     return found

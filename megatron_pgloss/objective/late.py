@@ -21,14 +21,15 @@ from megatron_pgloss.spec.corrections import Correction
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Late:
-    """The numerator's factor of every token."""
+    """What gates and late corrections do to the term of every token."""
 
     passes_N: Tensor | None
     """bool [N]; None: nothing can be dropped."""
     factor_N: Tensor | None
     """float [N], constant; None: 1."""
     gated: dict[str, Tensor]
-    """Kind of gate to what it took of each token: 1 dropped, 0 passed, in between for a soft one. float [N]."""
+    """Kind of gate to float [N], the share of each token's term that it took: 1 where it dropped the token, 0 where the
+    token passed, 1 minus the factor for a soft gate."""
     weight_N: Tensor | None
     """float64 [N]: the product of late importance weights, for metrics."""
     raw_N: Tensor | None
@@ -50,15 +51,15 @@ class Late:
 
 
 def check_decided(part: Component, micro: MicroBatch) -> None:
-    """Refuse a loss that knows less than it needs.
+    """Refuse a loss whose statistics pass has not been made.
 
     Raises:
-        DataError: something is decided over the whole step, and the step was planned without a statistics pass.
+        DataError: the spec decides something over the whole step, and the plan has had no statistics pass.
     """
     if micro.shared.needs_statistics_pass:
         raise DataError(
-            "this loss is decided over the whole step (a gate, a mean weight, the loss of a group, or denominators "
-            "without what is rejected), which was planned without it",
+            "this loss needs what a statistics pass decides over the whole step (a gate, a mean weight, the loss of a "
+            "group, or denominators without rejected tokens), and the plan has had none",
             expected="a statistics pass after the plan",
             where=f"component {part.name!r}",
             fix="plan = pg.statistics_pass(plan, log-probs of every micro-batch); PolicyLossStep.begin runs it itself",
@@ -66,12 +67,12 @@ def check_decided(part: Component, micro: MicroBatch) -> None:
 
 
 def gate_key(i: int) -> Hashable:
-    """Under which the streams have what the spec's gate ``i`` asks for."""
+    """The key under which the streams have the statistic that the spec's gate ``i`` asks for."""
     return ("gate", i)
 
 
 def correction_key(i: int) -> Hashable:
-    """Under which the streams have what the spec's correction ``i`` asks for."""
+    """The key under which the streams have the statistic that the spec's correction ``i`` asks for."""
     return ("correction", i)
 
 
@@ -95,17 +96,19 @@ def _log_ratio(rule: Correction, x: Streams) -> Tensor:
 
 
 CHI2 = "chi2"
-"""Under which the streams have the sequence's log-ratio to the sampler, where a late correction weighs."""
+"""The key under which the streams have the sequence's log-ratio to the sampler, where a late correction weighs."""
 
 
 def asked_chi2(part: Component, x: Streams, spec: LossSpec) -> Asked | None:
-    """The statistic behind the metric of the sequence's ratio, of the last late correction that weighs."""
+    """The statistic behind the metric ``is_chi2_sequence``: a sequence's log-ratio to the sampler, as the last late
+    correction that weighs reads it; None where none weighs.
+    """
     weighing = [rule for _, rule in rules(part, spec) if rule.weighs]
     return x.ask("sum", _log_ratio(weighing[-1], x), over="members") if weighing else None
 
 
 def corrected(part: Component, x: Streams, spec: LossSpec) -> list[tuple[int, Correction, Verdict]]:
-    """What each correction inside the loss says; in the statistics pass too. `links.settle` goes before."""
+    """What each correction that acts inside the loss says; also for the statistics pass. Call `links.settle` first."""
     return [
         (i, rule, corrections.judged(rule, evidence(rule, x), x.answers.get(correction_key(i))))
         for i, rule in rules(part, spec)

@@ -1,9 +1,10 @@
 """Statistics over units, taken before the loss runs: one collective for each link of the chain. `N` positions.
 
-What travels under context parallelism is known from the spec. The first link has what reads the token's own streams:
-ratios over a unit, means inside a surrogate, gates and corrections over a unit, statistics that users' functions
-declare. The second has what users' functions declare over a ratio that is itself a statistic of the first. Every rank
-asks for the same ones in the same order, of empty micro-batches too, and each link is one collective back.
+The spec alone says which statistics travel under context parallelism. The first link takes those that read the token's
+own streams: ratios over a unit, means inside a surrogate, gates and corrections over a unit, statistics that users'
+functions declare. The second link takes the statistics that users' functions declare over a ratio that is itself a
+statistic of the first. Every rank asks for the same statistics in the same order, for empty micro-batches too; the
+backward pass has one collective for each link as well.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ def settle(streams: Sequence[Streams], micro: MicroBatch, spec: LossSpec) -> Non
 
 
 def declared(part: Component, spec: LossSpec) -> Iterator[tuple[Hashable, Statistic, int]]:
-    """Statistics of the users' functions of ``part``: under which key, and in which link of the chain."""
+    """The statistics that the users' functions of ``part`` declare: the key of the answer, the statistic, and its link
+    of the chain.
+    """
     for key, piece in _functions(part, spec):
         for statistic in piece.statistics:
-            # The function of a ratio sees the token's.
+            # The user's function of a ratio sees the token's own ratio, which is no statistic.
             later = _joined(part) and statistic.of in _OF_RATIO and key != ratios.KEY
             yield (key, statistic.name), statistic, 2 if later else 1
 

@@ -28,14 +28,14 @@ class TokenReport:
     """One component's tokens, in the micro-batch's shape, detached."""
 
     loss: Tensor
-    """The term l, 0 outside."""
+    """The term l after gates and corrections inside the loss; 0 outside the members."""
     weight: Tensor
     """u * w, without the coefficient."""
     ratio: Tensor | None
-    """The component's ratio, by its ratio axis, where it has one."""
+    """The ratio of a policy gradient, by its ratio axis; None for other components."""
     gate: Tensor
     """int8: 0 free, 1 clipped low, 2 clipped high, 3 dual, 4 held by the log-ratio bound, 5 dropped by a gate, 6
-    rejected by a correction of the current policy, -1 not a member."""
+    rejected by a correction inside the loss, -1 not a member."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,8 @@ def policy_loss(
 
     Args:
         lp: log-probs (and entropy where `LossSpec.needs_entropy`) of ``micro.targets``, float32 or float64, of shape
-            ``micro.shape``; anything where no component has a member. None for a spec of value components alone.
+            ``micro.shape``; their values do not matter where no component has a member. None for a spec of value
+            components alone.
         micro: a micro-batch of a plan made with a spec.
         value: the value head's output at each position, float32 or float64 of shape ``micro.shape``; read by `Value`.
         keep_tokens: also return per-token loss, ratio, weight and gate reason.
@@ -66,7 +67,8 @@ def policy_loss(
         ``loss = sum_c coef_c sum_{t in M_c} u_ct w_ct l_ct``: a sum over micro-batches and ranks is the step's loss.
 
     Raises:
-        DataError: shape or dtype of ``lp`` or ``value``, one that is read and missing, a second on-policy update.
+        DataError: ``lp`` or ``value`` has another shape or dtype, or is missing where the spec reads it; a second
+            on-policy update.
     """
     inputs = _flat(lp, value, micro)
     if any(stream.requires_grad for stream in inputs.values()):
@@ -79,9 +81,9 @@ def policy_loss(
 
 
 def loss_gradients(lp: TokenLogprobs, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
-    """What `policy_loss` of these log-probs will send back to log-prob and entropy, each of ``micro.shape``.
+    """The gradients of log-prob and entropy, each of ``micro.shape``, that `policy_loss` of these log-probs will give.
 
-    A look ahead: the plan takes no note of it.
+    The plan's ledger takes no note of this look ahead.
     """
     leaves = [x.detach().requires_grad_() for x in (lp.logprob, lp.entropy) if x is not None]
     with torch.enable_grad():
@@ -93,7 +95,7 @@ def loss_gradients(lp: TokenLogprobs, micro: MicroBatch) -> tuple[Tensor, Tensor
 
 def _composed(inputs: dict[str, Tensor], micro: MicroBatch, keep_tokens: bool) -> LossOutput:
     spec = micro.spec
-    assert spec is not None  # `_flat` looked
+    assert spec is not None  # `_flat` has checked it
     leaf_N = next(iter(inputs.values()))
     logp_N = inputs.get("logp", leaf_N.detach())
     # A shard without members still takes this path: every collective is entered, and the zero is connected.
@@ -124,7 +126,7 @@ def weighted_sum(values: Tensor, micro: MicroBatch, component: str) -> Tensor:
     """``sum_t w_t values_t`` over the members of ``component``: any per-token loss under the plan's weights.
 
     Args:
-        values: float of shape ``micro.shape``; anything outside the members.
+        values: float of shape ``micro.shape``; values outside the members do not matter.
 
     Returns:
         0-d, differentiable, without the coefficient.
@@ -196,7 +198,7 @@ def _chosen(lp: TokenLogprobs | None, micro: MicroBatch, ids: str) -> Tensor:
 
 
 def _weighted(term_N: Tensor, x: Streams, weight_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The term with what is broken or outside selected out, its weighted sum, and where it was broken."""
+    """The term, 0 at broken tokens and outside the members; its weighted sum; and bool [N]: the broken tokens."""
     good_N = x.members & finite(term_N)
     bad_N = x.members & ~good_N
     good = flags(good_N, term_N.dtype)
@@ -217,7 +219,7 @@ def _guard(stream_N: Tensor, x: Streams, good: Tensor, bad_N: Tensor) -> None:
     if x.visible is x.members:
         stream_N.register_hook(lambda grad: selected(good, grad))
         return
-    # Outside the members 0 * inf is all that a non-finite gradient can be, or a unit that a broken token belongs to.
+    # Outside the members a non-finite gradient comes from 0 * inf, or from a unit that holds a broken token.
     elsewhere_N = ~x.members | bad_N.any()
     stream_N.register_hook(lambda grad: selected(~bad_N & (~elsewhere_N | finite(grad)), grad))
 

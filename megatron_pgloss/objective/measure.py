@@ -1,5 +1,5 @@
-"""Metrics of one component on one micro-batch, as typed sums: the rows of `METRICS` that it has. No host sync. `N`
-positions.
+"""The metrics of one component on one micro-batch, as typed sums: one for each row of `METRICS` that the component has.
+Nothing here waits for the device. `N` positions.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Measured:
         self._over: dict[Over, Among] = {}
 
     def over(self, which: Over) -> Among:
-        """The set of this name."""
+        """Reductions over the set of tokens with this name."""
         if which not in self._over:
             self._over[which] = Among({
                 "members": lambda: self.x.members,
@@ -107,7 +107,7 @@ class Measured:
 
     @functools.cached_property
     def ratio(self) -> Tensor:
-        """pi/old of the token; in float32 it would overflow long before it is of no interest."""
+        """pi/old of the token, in float64: float32 would overflow while the number still tells something."""
         return self.log_ratio.double().exp()
 
     @functools.cached_property
@@ -116,7 +116,7 @@ class Measured:
         return self.x.ratio.detach().double()
 
     def k3(self, first: str, second: str) -> Tensor:
-        """The estimate of KL(first || second) from tokens of first; beyond the bound it is the one at the bound."""
+        """The k3 estimate of KL(first || second) from tokens that ``first`` drew; the bound holds their log-ratio."""
         return k3(bounded(getattr(self.x, first).detach() - getattr(self.x, second).detach(), self.x.bound))
 
     @property
@@ -127,12 +127,12 @@ class Measured:
 
     @property
     def held(self) -> Tensor:
-        """Where the log-ratio's bound took the gradient."""
+        """Where the log-ratio bound took the gradient."""
         return self._none if self._outcome.held_N is None else self._outcome.held_N
 
     @property
     def gated(self) -> dict[str, Tensor]:
-        """Kind of gate to what it took."""
+        """Kind of gate to the share of each token's term that it took."""
         return self._late.gated
 
     @property
@@ -147,17 +147,17 @@ class Measured:
 
     @functools.cached_property
     def weight(self) -> Tensor:
-        """Product of all importance weights as applied."""
+        """Product of all importance weights of the token, as they are applied."""
         return self._product("weight", self._late.weight_N)
 
     @property
     def raw(self) -> Tensor:
-        """The same before truncation and division."""
+        """Product of all importance weights of the token, before they are truncated and divided by their mean."""
         return self._product("raw", self._late.raw_N)
 
     @property
     def truncated(self) -> Tensor:
-        """Where one of them was truncated."""
+        """Where an importance weight was truncated."""
         late_N = self._late.truncated_N
         return self._flag("truncated") if late_N is None else self._flag("truncated") | late_N
 
@@ -168,12 +168,12 @@ class Measured:
 
     @property
     def chi2_sequence(self) -> Tensor:
-        """The same of the product over the sequence."""
+        """r^2 - 1 of the product of the sequence's ratios to the sampler."""
         return self._flag("chi2_sequence") if self._late.chi2_sequence_N is None else self._late.chi2_sequence_N
 
     @property
     def rejected(self) -> Tensor:
-        """Where a correction rejects."""
+        """Where a correction rejected the token."""
         return ~(self.x.members if self._late.spares_N is None else self._spared)
 
     @property
@@ -182,12 +182,12 @@ class Measured:
 
     @property
     def teacher_mass(self) -> Tensor:
-        """What the teacher has on its ids."""
+        """Probability that the teacher gives to its listed ids, all together."""
         return log_mass(self.x.wide(self.x.component.logprobs), self._there_Nk).exp()  # type: ignore[attr-defined]
 
     @property
     def policy_mass(self) -> Tensor:
-        """What the policy has on the teacher's ids."""
+        """Probability that the policy gives to the teacher's listed ids, all together."""
         return log_mass(self.x.chosen, self._there_Nk).exp()
 
     @property
@@ -212,7 +212,7 @@ class Measured:
 
     @functools.cached_property
     def _before(self) -> Tensor:
-        # Planned members that are none here have a broken log-prob, or lie outside their kept set.
+        # Planned members that are no members here have a broken log-prob, or lie outside their kept set.
         gone_N = self._micro.members(self.x.component.name).reshape(-1) & ~self.x.members
         return self._flag("before") & ~gone_N
 
@@ -247,7 +247,7 @@ def measure(part: Component, found: Measured, known: StepFacts) -> dict[str, Met
 
 
 class Among:
-    """Reductions over one set of tokens, bool [N]; its number is counted once."""
+    """Reductions over one set of tokens, bool [N]; the size of the set is counted once."""
 
     def __init__(self, mask_N: Tensor) -> None:
         self.mask_N = mask_N
@@ -256,7 +256,7 @@ class Among:
         self._outside: dict[torch.dtype, Tensor] = {}
 
     def metric(self, kind: Kind, value_N: Tensor) -> Metric:
-        """The reduction of this kind; a mean of truths is a share."""
+        """The reduction of this kind; the mean of a bool is a share."""
         if kind == "mean":
             return self.share(value_N) if value_N.dtype == torch.bool else self.mean(value_N)
         return self.least(value_N) if kind == "min" else self.most(value_N)

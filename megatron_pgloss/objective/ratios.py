@@ -11,7 +11,7 @@ from megatron_pgloss.spec import CustomRatio, Ratio
 from megatron_pgloss.spec.ratios import AnyRatio
 
 KEY = "ratio"
-"""Under which the streams have the axis' own statistic."""
+"""The key under which the streams have the axis's own statistic."""
 
 
 def asked(axis: AnyRatio | None, x: Streams) -> Asked | None:
@@ -26,10 +26,10 @@ def asked(axis: AnyRatio | None, x: Streams) -> Asked | None:
 
 def log_ratio(axis: AnyRatio | None, x: Streams) -> Tensor:
     """log r of every position, with the gradient that the axis names; see `megatron_pgloss.spec.ratios`. The bound acts
-    where exp is taken, on this number and not on what it is a statistic of.
+    where exp is taken: on this number, not on the token log-ratios that it is a statistic of.
 
     Args:
-        axis: None is ``none``: 0 with the gradient of log pi.
+        axis: None stands for ``ratio="none"``: the value 0 with the gradient of log pi.
     """
     own_N = x.logp - x.logp.detach()  # value 0, gradient of the token's own log-prob
     if axis is None:

@@ -23,9 +23,9 @@ _FIX = {"advantages": "advantage"}
 class Streams(UnitStatistics):
     """Streams ``[N]`` of one component; the ``x`` of a user's function.
 
-    ``logp`` is the only one with a gradient (and ``entropy``, ``value``, ``kl``). Positions outside ``visible`` read as
-    0. Visible are the component's members, and beside them, for statistics over units, the sampled tokens of finite
-    log-prob.
+    Only what the model computed has a gradient (``logp``, ``entropy``, ``value``, ``kl``, ``chosen``, and ratios of
+    ``logp``); the other streams are constant. A position outside ``visible`` reads as 0. The visible positions are the
+    component's members and, where a statistic over units may be asked for, the sampled tokens whose log-prob is finite.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Streams(UnitStatistics):
         self._caller = None
         self._axis: Tensor | None = None
         self.ratio_was_read = False
-        """Whether somebody asked for ``ratio``: of a user's function nothing else says that the bound may hold it."""
+        """Whether ``ratio`` was read: of a user's function nothing else tells whether the bound may hold its term."""
         self._chosen = computed.pop("chosen", None)
         given = {"entropy": entropy_N} | computed
         self._given = {name: stream for name, stream in given.items() if stream is not None}
@@ -74,7 +74,7 @@ class Streams(UnitStatistics):
         self.logp: Tensor = selected(self._visible, logp_N)
         """log pi of the target token, differentiable."""
         self.computed: dict[str, Tensor] = {}
-        """Further outputs of the model that were read, differentiable."""
+        """Outputs of the model beside ``logp`` that were read, by name, differentiable."""
 
     def _constant(self, stream: str) -> Tensor:
         given = self._micro.stream(stream)
@@ -100,15 +100,15 @@ class Streams(UnitStatistics):
         return self._constant(name)
 
     def wide(self, name: str) -> Tensor:
-        """A constant stream of several numbers a token, [N, k]: int64 ids with -1 for none and outside what the
-        component sees, or floats beside them. k is 0 on a rank without rows.
+        """A constant stream of several numbers per token, [N, k]: int64 ids, -1 for none and outside ``visible``; or
+        one float for each of these ids. k is 0 on a rank without rows.
         """
         given = self._micro.wide(name)
         given_Nk = given.reshape(self.logp.numel(), given.size(-1))
         return torch.where(self.visible[:, None], given_Nk, 0 if given.is_floating_point() else -1)
 
     def number(self, given: float | str) -> float | Tensor:
-        """A parameter that is a number or the name of a stream."""
+        """The value of a parameter that is a number, or the name of a stream of numbers."""
         return self._constant(given) if isinstance(given, str) else given
 
     @property
@@ -128,7 +128,7 @@ class Streams(UnitStatistics):
 
     @property
     def old(self) -> Tensor:
-        """log-prob of the base of the ratio, constant: by the spec's ``old``."""
+        """log-prob of the base of the ratio, constant; the spec's ``old`` says whose it is."""
         source = self._spec.old
         if source == "policy":
             return self.logp.detach()  # on-policy: the base is the policy itself, held fixed
@@ -208,8 +208,8 @@ class Streams(UnitStatistics):
 
     @property
     def log_ratio(self) -> Tensor:
-        """Log of the component's ratio: by its ratio axis in a surrogate and its gates, else of the token. Unbounded:
-        ``log_ratio_bound`` acts on what is exponentiated, which is `ratio`.
+        """Log of the component's ratio: a policy gradient's is made by its ratio axis, any other is the token's own.
+        It is unbounded: ``log_ratio_bound`` acts where it is exponentiated, in `ratio`.
         """
         return self.token_log_ratio if self._axis is None else self._axis
 
@@ -220,8 +220,8 @@ class Streams(UnitStatistics):
     def bounded(self, log_N: Tensor) -> Tensor:
         """A logarithm held within the spec's ``log_ratio_bound``, for exp: constant beyond it."""
         fixed_N = log_N.detach()
-        # An infinite one is no ratio: it must not come out of the bound as a number. Its difference from itself is
-        # NaN, that of any other 0.
+        # An infinite logarithm is no ratio, and must not come out of the bound as a number: its difference from itself
+        # is NaN, that of a finite one is 0.
         return bounded(log_N, self.bound) + (fixed_N - fixed_N)
 
     def beyond(self, log_N: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ class Streams(UnitStatistics):
 
     @property
     def ratio(self) -> Tensor:
-        """exp of ``log_ratio`` within the spec's ``log_ratio_bound``; of gradient 0 beyond."""
+        """exp of ``log_ratio``, held within the spec's ``log_ratio_bound``; its gradient beyond the bound is 0."""
         self.ratio_was_read = True
         return self.bounded(self.log_ratio).exp()
 

@@ -1,4 +1,4 @@
-"""Surrogates: streams of a component to its policy-gradient term. Everything is elementwise on `[N]`.
+"""Surrogates: from the streams of a component to its policy-gradient term. Everything is elementwise on `[N]`.
 
 One function per kind, ``(x, part) -> TokenTerm``, in the table `SURROGATES`; the formulas stand in
 `megatron_pgloss.spec.surrogates`. Branches are chosen before exp, so that a clipped token has gradient exactly 0 and an
@@ -23,7 +23,7 @@ from megatron_pgloss.spec import CISPO, DRO, FIPO, GMPO, REAL, SAPO, TOPR, VESPO
 from megatron_pgloss.spec.surrogates import AnySurrogate
 
 KEY = "surrogate"
-"""Under which the streams have the surrogate's own statistic."""
+"""The key under which the streams have the surrogate's own statistic."""
 
 
 def reinforce(x: Streams, part: Any) -> TokenTerm:
@@ -37,7 +37,7 @@ def unclipped(x: Streams, part: Any) -> TokenTerm:
 
 
 def clip(x: Streams, part: Clip) -> TokenTerm:
-    """``-min(r A, clip(r, 1 - low, 1 + high) A)``, with a cap for A < 0 where ``dual`` or ``delta``."""
+    """``-min(r A, clip(r, 1 - low, 1 + high) A)``, with a cap of r for A < 0 where ``dual`` or ``delta`` is given."""
     low, high = x.number(part.low), x.number(part.high)
     cap: Any = part.dual if part.delta is None else part.delta
     if part.delta is not None and isinstance(high, Tensor):
@@ -46,7 +46,7 @@ def clip(x: Streams, part: Clip) -> TokenTerm:
 
 
 def _held(x: Streams, log_N: Tensor) -> Tensor:
-    """bool [N]: where the bound holds ``exp(log)``, whose factor A is not 0."""
+    """bool [N]: where the log-ratio bound holds ``exp(log_N)``, and the advantage beside it is not 0."""
     return x.beyond(log_N) & (x.advantage != 0)
 
 
@@ -82,7 +82,7 @@ def _either(x: Streams, first_N: Tensor, one: float, other: float) -> Tensor:
 
 
 def cispo(x: Streams, part: CISPO) -> TokenTerm:
-    """The ratio clipped and held fixed."""
+    """``-sg(clip(r)) A log pi``."""
     ratio_N = x.ratio.detach()
     relative = part.bound == "relative"
     high = x.number(part.high)
@@ -98,7 +98,7 @@ def cispo(x: Streams, part: CISPO) -> TokenTerm:
 
 
 def topr(x: Streams, part: TOPR) -> TokenTerm:
-    """The ratio clipped by bounds of each sign and held fixed."""
+    """``-sg(clip(r)) A log pi``, with bounds of its own for each sign of A."""
     ratio_N, up_N = x.ratio.detach(), x.advantage > 0
     low_N = torch.where(up_N, ratio_N < part.positive[0], ratio_N < part.negative[0])
     high_N = torch.where(up_N, ratio_N > part.positive[1], ratio_N > part.negative[1])
@@ -107,7 +107,7 @@ def topr(x: Streams, part: TOPR) -> TokenTerm:
 
 
 def vespo(x: Streams, part: VESPO) -> TokenTerm:
-    """``phi(r)`` held fixed; its logarithm is formed first."""
+    """``-sg(phi(r)) A log pi``; the logarithm of phi is formed first."""
     log_N, up_N = x.bounded(x.log_ratio.detach()), x.advantage >= 0
     k_N = _either(x, up_N, part.k_positive, part.k_negative)
     lam_N = _either(x, up_N, part.lam_positive, part.lam_negative)
@@ -156,7 +156,7 @@ def _fipo_future(x: Streams, part: FIPO) -> Asked:
 
 
 def fipo(x: Streams, part: FIPO) -> TokenTerm:
-    """The clipped surrogate times the influence of what follows."""
+    """The clipped surrogate times the influence of the tokens that follow."""
     d_N, advantage_N, future_N = x.token_log_ratio.detach(), x.advantage, x.answer(KEY)
     least = 1 - part.reach if part.both else 1.0
     influence_N = x.bounded(future_N).exp().clamp(least, 1 + part.reach)
@@ -168,7 +168,7 @@ def fipo(x: Streams, part: FIPO) -> TokenTerm:
 
 
 def real(x: Streams, part: REAL) -> TokenTerm:
-    """``softplus(-sign(A) s / tau)``; 0 without a label. By group, what the statistics pass found of it.
+    """``softplus(-sign(A) s / tau)``, 0 where A = 0; in the group form, by value and slope from the statistics pass.
 
     softplus(-z) is written as -logsigmoid(z): torch's softplus is linear beyond 20, which is off by e^-20.
     """
@@ -193,7 +193,7 @@ def nll(x: Streams, part: Any) -> TokenTerm:
 
 
 def custom(x: Streams, part: Surrogate) -> TokenTerm:
-    """What the user's function gives."""
+    """The term that the user's function returns."""
     x.ratio_was_read = False
     term_N = checked(x.call(KEY, part), x, f"surrogate {part.to_import_path()}")
     return TokenTerm(term_N, held_N=x.beyond(x.log_ratio) if x.ratio_was_read else None)

@@ -1,4 +1,4 @@
-"""What the function of a surrogate or of another component gives. `N` positions."""
+"""What the function of a surrogate or of another component returns. `N` positions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Clipped:
 
     @property
     def any_N(self) -> Tensor:
-        """bool [N]: some bound."""
+        """bool [N]: where one of the bounds decided."""
         return self.low_N | self.high_N | self.dual_N
 
 

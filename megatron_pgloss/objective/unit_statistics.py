@@ -18,16 +18,18 @@ Over = Literal["sampled", "members"]
 
 
 class UnitStatistics:
-    """Sequences and turns of one micro-batch, for one component.
+    """Statistics over the sequences and turns of one micro-batch, for one component.
 
-    ``over="sampled"``: the unit's action tokens as sampled; ``"members"``: those that the component trains on.
+    ``over`` says which tokens of a unit enter: ``"sampled"`` its action tokens as sampled, ``"members"`` those that the
+    component trains on.
     """
 
     group: Any
     """The process group over which the statistics of a unit are summed: the context-parallel group of the micro-batch,
     None where there is none."""
     answers: dict[Hashable, Tensor]
-    """What was taken before the loss ran, by key: all components' together, in one collective for each link."""
+    """Statistics taken before the loss ran, by key. Those of all components travel together, in one collective for each
+    link of the chain."""
     _caller: Hashable
     _micro: MicroBatch
     _sampled: Tensor
@@ -47,8 +49,8 @@ class UnitStatistics:
         return UnitSums(ids_N, micro.units[unit], self.group, chunk_N, micro.chunks)
 
     def _voters(self, over: str, value_N: Tensor) -> Tensor:
-        # Outside the members a stream may hold anything: a token whose value it broke cannot vote. A broken member
-        # does, so that the members of its unit are found broken with it.
+        # Outside the members a stream may hold anything, so a token whose value is not finite has no vote. A member
+        # has one even then, so that all members of its unit are found broken with it.
         return self._sampled & (self.members | value_N.detach().isfinite()) if over == "sampled" else self.members
 
     def ask(self, how: How, value_N: Tensor, unit: str = "sequence", over: Over = "sampled") -> Asked:
@@ -56,7 +58,7 @@ class UnitStatistics:
         return self._units(unit).asked(how, value_N, self._voters(over, value_N))
 
     def ask_prefix_min(self, value_N: Tensor, unit: str, over: Over, *, inclusive: bool) -> Asked:
-        """`prefix_min`, to be taken together with others."""
+        """The statistic of `prefix_min`, to be taken together with others."""
         found = running.asked_minimum(self._units(unit), value_N, self._voters(over, value_N), inclusive=inclusive)
         return Asked(found.part, lambda part: _or_zero(found.finish(part)), found.op)
 
@@ -72,7 +74,7 @@ class UnitStatistics:
         return self.answers[key]
 
     def call(self, key: Hashable, part: Function) -> Any:
-        """What the user's function of ``part`` gives; ``key`` says whose declared statistics it reads."""
+        """What the user's function of ``part`` returns; it reads the statistics that were declared under ``key``."""
         self._caller = key
         return part.fn(self)
 
@@ -103,8 +105,8 @@ class UnitStatistics:
     def prefix_min(
         self, value_N: Tensor, unit: str = "sequence", over: Over = "sampled", *, inclusive: bool = True
     ) -> Tensor:
-        """Smallest value of the unit's tokens up to each position (with it, or before it); 0 where there is none.
-        A constant.
+        """Smallest value of the unit's tokens up to each position, with that position's own value if ``inclusive``; 0
+        where there is no token. A constant.
         """
         return _or_zero(running.minimum(self._units(unit), value_N, self._voters(over, value_N), inclusive=inclusive))
 

@@ -1,4 +1,4 @@
-"""What a user's own function gave back."""
+"""Checks of what a user's own function returned."""
 
 from __future__ import annotations
 

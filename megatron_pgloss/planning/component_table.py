@@ -76,7 +76,7 @@ class ComponentTable:
     """Index of a gate in the spec to the threshold that a statistics pass found, by name."""
 
     def with_finding(self, found: Decided) -> ComponentTable:
-        """The same with the findings of a statistics pass."""
+        """The table with the findings of a statistics pass added."""
         return replace(
             self, gates={**self.gates, **found.gates}, group=found.group or self.group,
             means={**self.means, **found.means}, thresholds={**self.thresholds, **found.thresholds},

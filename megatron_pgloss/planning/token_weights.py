@@ -27,7 +27,7 @@ from megatron_pgloss.spec.levels import IN_ROWS, KEYED
 
 
 def named_keyed(spec: LossSpec) -> tuple[str, ...]:
-    """Those of prompt and episode that some component's path names."""
+    """The keyed levels (prompt, episode) that some component's path names."""
     return tuple(unit for unit in KEYED if any(unit in part.path.units for part in spec.components))
 
 

@@ -60,9 +60,9 @@ class Preset:
     build: Callable[..., LossSpec]
     source: str
     equation: str
-    """Where in the source."""
+    """Its place in the source."""
     example: Mapping[str, Any] = field(default_factory=dict)
-    """Keywords with which docs and tests build it."""
+    """Keywords with which docs and tests build the preset: values for those that have no default."""
 
 
 def _row(build: Callable[..., LossSpec], source: str, equation: str, **example: Any) -> Preset:
@@ -109,7 +109,7 @@ PRESETS: dict[str, Preset] = {
 
 
 _ADVANTAGES = ("gae", "gdpo", "opo", "reinforce_plus_plus", "rloo", "turn_gae")
-"""Recipes that are a way to make advantages, beside any loss."""
+"""Names of recipes that make advantages, and go with any loss."""
 
 
 def _instead(name: str) -> str | None:
@@ -122,7 +122,7 @@ def get(name: str, **parts: Any) -> LossSpec:
     """The preset called ``name`` with its parts as keywords.
 
     Raises:
-        SpecError: no such preset; the nearest name is given.
+        SpecError: there is no such preset; the error gives the nearest name.
     """
     if not isinstance(name, str) or name not in PRESETS:
         raise SpecError(f"no preset {name!r}", expected=", ".join(PRESETS), fix=_instead(str(name)))

@@ -1,4 +1,4 @@
-"""What every preset is made with."""
+"""Functions that every preset is made with."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ def build(
     """A spec of ``rl``, KL and entropy over the same tokens where their coefficients are not 0, and ``more``.
 
     Args:
-        count_rejected: ``False`` takes what corrections and gates reject out of the denominators of every component
-            over action tokens (`megatron_pgloss.spec.Component.count_rejected`); ``True`` leaves them as they are.
+        count_rejected: ``False`` takes the tokens that corrections and gates reject out of the denominators of every
+            component over action tokens (`megatron_pgloss.spec.Component.count_rejected`); ``True`` leaves the
+            components as they are.
         fields: fields of `LossSpec`.
 
     Raises:
-        SpecError: a coefficient that is no number, or rules that are no list.
+        SpecError: a coefficient is no number, or ``count_rejected`` is no bool.
     """
     parts: list[Component] = [rl]
     if number("the preset", "kl", kl):
@@ -41,7 +42,7 @@ def build(
 
 
 def without_rejected(parts: tuple[Component, ...], count_rejected: bool) -> tuple[Component, ...]:
-    """``parts``; unless ``count_rejected``, those over action tokens no longer count what is rejected."""
+    """``parts``; with ``count_rejected=False`` those over action tokens do not count rejected tokens."""
     if not isinstance(count_rejected, bool):
         raise SpecError("count_rejected is no bool", expected="True or False", got=repr(count_rejected)[:64])
     if count_rejected:
@@ -52,7 +53,7 @@ def without_rejected(parts: tuple[Component, ...], count_rejected: bool) -> tupl
 def policy(
     surrogate: Any, *, ratio: Any = "token", normalizer: str = TOKEN, coef: float = 1.0, name: str = "rl", **parts: Any
 ) -> LossSpec:
-    """`build` of a policy gradient with this surrogate and ratio."""
+    """A spec, made by `build`, of a policy gradient with this surrogate and ratio."""
     rl = PolicyGradient(name=name, surrogate=surrogate, ratio=ratio, coef=coef, normalizer=normalizer)
     return build(rl, **parts)
 

@@ -1,4 +1,4 @@
-"""Recipes around the clipped surrogate. Keywords that all share are told in `reinforce`."""
+"""Recipes around the clipped surrogate. `reinforce` explains the keywords that all presets share."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def ppo(
 
 @preset(ppo)
 def lite_ppo(**parts: Any) -> LossSpec:
-    """`ppo` under the token mean (2508.08221): the rest of the recipe is in the advantages, the group's mean and the
-    batch's standard deviation (`megatron_pgloss.advantages`).
+    """`ppo` under the token mean (2508.08221). The rest of the recipe is in the advantages: the mean of the group and
+    the standard deviation of the batch (`megatron_pgloss.advantages`).
     """
     return ppo(**parts)
 
@@ -78,12 +78,12 @@ def dapo(*, high: Bound = 0.28, overlong: Literal["drop"] | None = None, **parts
 def echo(
     variant: Literal["paper", "prime_rl"] = "paper", *, ce: float | None = None, normalizer: str = TOKEN, **parts: Any
 ) -> LossSpec:
-    """As `grpo` without KL, plus cross entropy on what the environment answered (ECHO 2605.24517).
+    """`ppo`, plus cross entropy on the environment's answers (ECHO 2605.24517).
 
     Args:
-        variant: ``paper``: ce over all observations of a sequence, then over all sequences, 0.05;
-            ``prime_rl``: mean over its own member tokens, 0.1.
-        ce: coefficient of the cross entropy; None is the variant's own.
+        variant: ``paper``: cross entropy averaged over all observations of a sequence, then over all sequences, with
+            coefficient 0.05; ``prime_rl``: averaged over its own member tokens, with coefficient 0.1.
+        ce: coefficient of the cross entropy; None: that of the variant.
     """
     if variant == "paper":
         target = CrossEntropy(coef=0.05 if ce is None else ce, normalizer=SEQUENCE, count="observations", units="all")
@@ -103,9 +103,9 @@ def gspo(
     normalizer: str = SEQUENCE,
     **parts: Any,
 ) -> LossSpec:
-    """The ratio of a sequence, clipped; its gradient through the mean (GSPO 2507.18071 eq. 5 to 7).
+    """The clipped ratio of a sequence, with the gradient through the mean of its tokens (GSPO 2507.18071 eq. 5 to 7).
 
-    ``unit="turn"``: one ratio per turn. With ``mean(token)`` each sequence weighs by its length.
+    ``unit="turn"``: one ratio per turn. With ``normalizer="mean(token)"`` each sequence weighs by its length.
     """
     return policy(Clip(low=low, high=high), ratio=unit, normalizer=normalizer, **parts)
 
@@ -159,8 +159,8 @@ def fipo(
 
 @preset(ppo)
 def opsm(threshold: float, *, normalizer: str = SEQUENCE, **parts: Any) -> LossSpec:
-    """`ppo` that drops sequences of negative advantage which the policy has left: mean log mu - log pi above
-    ``threshold`` (off-policy sequence masking, DeepSeek-V3.2 2512.02556).
+    """`ppo` without sequences of negative advantage that the policy has left: those whose mean of log mu - log pi is
+    above ``threshold`` (off-policy sequence masking, DeepSeek-V3.2 2512.02556).
     """
     return ppo(normalizer=normalizer, **also(parts, "gates", SequenceGate(threshold=threshold)))
 
@@ -199,7 +199,7 @@ def clip_cov(*, share: float = 2e-4, floor: float = 1.0, ceiling: float = 5.0, s
 
 @preset()
 def kl_cov(*, share: float = 2e-3, penalty: float = 1.0, normalizer: str = TOKEN, **parts: Any) -> LossSpec:
-    """The ratio unclipped, and ``penalty |log pi - log old|`` on the ``share`` of tokens with the highest covariance
+    """The unclipped ratio, and ``penalty |log pi - log old|`` on the ``share`` of tokens with the highest covariance
     between advantage and log-prob (KL-Cov 2505.22617). Needs the statistics pass.
     """
     drift = KL(name="kl_cov", estimator="abs", to="old", coef=penalty, normalizer=normalizer)

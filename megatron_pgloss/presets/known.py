@@ -1,4 +1,6 @@
-"""The keywords that a preset takes: its own, those of the preset that it is made of, and what all presets share."""
+"""The keywords that a preset takes: its own, those of the preset that it is made of, and those that all presets
+share.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ SHARED = (
     "normalizer", "coef", "name", "ratio", "kl", "kl_estimator", "entropy", "count_rejected",
     *(name for name in LossSpec.model_fields if name != "components"),
 )  # fmt: skip
-"""What presets of a policy gradient share, in the order in which errors and `explain` list them."""
+"""Keywords that presets of a policy gradient share, in the order in which errors list them."""
 BESIDE = tuple(name for name in SHARED if name not in ("name", "ratio"))
-"""The same without what a preset of another surrogate sets itself."""
+"""`SHARED` without the component's name and ratio, for presets that set both themselves."""
 FIELDS = ("count_rejected", *(name for name in LossSpec.model_fields if name != "components"))
-"""What a preset of another component takes beside its own keywords."""
+"""Keywords that a preset without a policy gradient takes beside its own."""
 _WITHIN = ("more",)
-"""Between presets alone: components beside those that they have."""
+"""Keywords that only presets pass to each other: ``more`` has further components."""
 Arguments = ParamSpec("Arguments")
 _KEYWORDS: dict[str, tuple[str, ...]] = {}
 
@@ -34,12 +36,12 @@ def keywords(name: str) -> tuple[str, ...]:
 def preset(
     over: Callable[..., LossSpec] | None = None, *, takes: tuple[str, ...] = SHARED, fixes: tuple[str, ...] = ()
 ) -> Callable[[Callable[Arguments, LossSpec]], Callable[Arguments, LossSpec]]:
-    """Refuse keywords that a preset does not have, with all that it has, before its parts are made.
+    """A decorator that refuses unknown keywords of a preset before its parts are made; the error lists the known ones.
 
     Args:
-        over: the preset that it hands further keywords to.
-        takes: what it hands on where that is no preset.
-        fixes: keywords of ``over`` that it sets itself.
+        over: the preset to which it hands further keywords.
+        takes: the further keywords that it takes where ``over`` is None.
+        fixes: keywords of ``over`` or ``takes`` that it sets itself, and does not take.
     """
 
     def mark(build: Callable[Arguments, LossSpec]) -> Callable[Arguments, LossSpec]:
@@ -66,10 +68,10 @@ def preset(
 
 
 def number(owner: str, name: str, value: Any) -> float:
-    """A coefficient, before it is asked whether it is 0.
+    """``value``, after a check that it is a number.
 
     Raises:
-        SpecError: it is no number.
+        SpecError: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise SpecError(f"{owner}: {name} is no number", expected="float", got=f"{type(value).__name__} {value!r}"[:64])

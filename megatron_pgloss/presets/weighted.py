@@ -1,4 +1,4 @@
-"""Recipes with the log-prob under a constant weight, the ratio in a trust region, a quadratic, a label, a teacher."""
+"""Other recipes: a weighted log-prob, the ratio in a trust region, a quadratic penalty, labels, a teacher, a critic."""
 
 from __future__ import annotations
 
@@ -37,18 +37,19 @@ def reinforce(*, normalizer: str = TOKEN, coef: float = 1.0, **parts: Any) -> Lo
     """``-A log pi``, on-policy (Williams 1992, eq. 4).
 
     Args:
-        normalizer: path for rl and the terms over the same tokens.
-        coef: coefficient of rl.
-        parts: ``kl``, ``kl_estimator``, ``entropy`` (coefficients, 0 is off); ``count_rejected``, whether what
-            corrections and gates reject stays counted in the denominators (verl: ``False``); any field of `LossSpec`.
+        normalizer: the normaliser of the policy gradient and of the terms over the same tokens.
+        coef: coefficient of the policy gradient.
+        parts: ``kl`` and ``entropy`` (coefficients, 0 is off); ``kl_estimator``; ``count_rejected``, whether the tokens
+            that corrections and gates reject stay counted in the denominators (verl: ``False``); any field of
+            `LossSpec`.
     """
     return policy(Reinforce(), ratio="none", normalizer=normalizer, coef=coef, **{"old": "policy", **parts})
 
 
 @preset(reinforce)
 def gpg(**parts: Any) -> LossSpec:
-    """`reinforce` without the tokens of zero advantage, in numerator and count alike: that is the paper's factor for
-    groups without a signal (GPG 2504.02546).
+    """`reinforce` without the tokens of zero advantage, in numerator and count alike, which gives the paper's factor
+    for groups without a signal (GPG 2504.02546).
     """
     return reinforce(**also(parts, "masks", DropZeroAdvantage()))
 
@@ -64,8 +65,8 @@ def cispo(
 ) -> LossSpec:
     """The clipped ratio as a constant weight (CISPO, MiniMax-M1 2506.13585 eq. 4 and 5).
 
-    ``bound="relative"``: cut at ``1 + high`` (5 by default); ``"absolute"``: at ``high`` itself. No lower bound unless
-    asked for.
+    The weight is cut at ``1 + high`` (5 by default) with ``bound="relative"``, at ``high`` itself with ``"absolute"``.
+    It has a lower bound only where ``low`` is given.
     """
     return policy(CISPO(low=low, high=high, bound=bound), normalizer=normalizer, **parts)
 
@@ -79,7 +80,9 @@ def aipo(*, cap: float = 4.0, normalizer: str = TOKEN, **parts: Any) -> LossSpec
 
 @preset()
 def topr(*, ratio: Any = "sequence_sum", normalizer: str = "mean(sequence) > sum(token)", **parts: Any) -> LossSpec:
-    """Positive answers by likelihood, negative ones under ``min(pi/mu, 1)`` of the whole answer (TOPR 2503.14286)."""
+    """``-A log pi`` for positive answers, weighted by ``min(pi/mu, 1)`` of the whole answer for negative ones (TOPR
+    2503.14286).
+    """
     return policy(TOPR(), ratio=ratio, normalizer=normalizer, **{"old": "rollout", **parts})
 
 
@@ -125,10 +128,10 @@ def kimi(*, beta: float = 0.1, normalizer: str = SEQUENCE, **parts: Any) -> Loss
 def real(
     *, tau: float = 0.5, form: Literal["group", "binary"] = "group", normalizer: str | None = None, **parts: Any
 ) -> LossSpec:
-    """Rewards as labels: the rollouts of a prompt classified against an anchor (REAL 2602.05630).
+    """Rewards as labels: the rollouts of a prompt are classified against an anchor (REAL 2602.05630).
 
-    ``form="binary"``: each rollout by itself. ``normalizer`` unless given: the mean over prompts of the group's loss,
-    or over rollouts of theirs.
+    ``form="binary"`` classifies each rollout by itself. The default ``normalizer`` is the mean over prompts of the
+    group's loss, or the mean over rollouts of theirs.
     """
     default = "mean(prompt) > sum(sequence) > mean(token)" if form == "group" else SEQUENCE
     return policy(REAL(tau=tau, form=form), ratio="sequence", normalizer=normalizer or default, **parts)
@@ -159,9 +162,10 @@ def prime_dppo(
     **parts: Any,
 ) -> LossSpec:
     """prime-rl's rl loss until August 2026: `dppo_tv` with a drift term ``kl_tau (log pi - log mu)^2`` on all tokens,
-    dropped ones too.
+    also on those that the gate drops.
 
-    ``zero_advantage="drop"``: tokens with advantage 0 leave both terms and their counts, as its orchestrator does.
+    ``zero_advantage="drop"`` takes tokens with advantage 0 out of both terms and their counts, as prime-rl's
+    orchestrator does.
     """
     return _prime(TVGate(low=low, high=high, zero="low"), kl_tau, zero_advantage, normalizer, parts)
 
@@ -177,7 +181,7 @@ def prime_ipo(
 ) -> LossSpec:
     """prime-rl's IPO: as `prime_dppo`, but a token is dropped where ``|pi - mu| > eps`` whatever its advantage.
 
-    Its defaults changed: 0.1 and 1e-3 when it was added, 0.3 and 0 from September 2026.
+    prime-rl's defaults changed: 0.1 and 1e-3 when the loss was added, 0.3 and 0 from September 2026.
     """
     return _prime(TVGate(low=eps, high=eps, sides="both"), kl_tau, zero_advantage, normalizer, parts)
 
@@ -199,8 +203,8 @@ def _drift(kl_tau: float, normalizer: str) -> tuple[KL, ...]:
 
 @preset()
 def m2po(*, threshold: float = 0.04, normalizer: str = TOKEN, **parts: Any) -> LossSpec:
-    """The ratio unclipped, without the tokens that hold its second moment up (M2PO 2510.01161). Needs the statistics
-    pass.
+    """The unclipped ratio, without the tokens that keep its second moment above a threshold (M2PO 2510.01161). Needs
+    the statistics pass.
     """
     return policy(Unclipped(), normalizer=normalizer, **also(parts, "gates", SecondMomentGate(threshold=threshold)))
 
@@ -220,8 +224,8 @@ def distill(
 
 @preset(takes=BESIDE)
 def opd(*, normalizer: str = TOKEN, coef: float = 1.0, **parts: Any) -> LossSpec:
-    """On-policy distillation: ``-sg(log ref - log pi)`` as the advantage of each token, ratio exactly 1 (Thinking
-    Machines, "On-policy distillation", 2025). Reads no advantages.
+    """On-policy distillation: a policy gradient with ``sg(log ref - log pi)`` as the advantage of each token and a
+    ratio of exactly 1 (Thinking Machines, "On-policy distillation", 2025). Reads no advantages.
     """
     rl = PolicyGradient(name="distill", surrogate=Distill(), ratio="none", coef=coef, normalizer=normalizer)
     return build(rl, **{"old": "policy", **parts})
@@ -229,8 +233,8 @@ def opd(*, normalizer: str = TOKEN, coef: float = 1.0, **parts: Any) -> LossSpec
 
 @preset(takes=BESIDE)
 def nll(*, positive: bool = False, normalizer: str = TOKEN, coef: float = 1.0, **parts: Any) -> LossSpec:
-    """``-log pi`` of the policy's own tokens; ``positive=True``: of those with a positive advantage alone, in numerator
-    and count (VAPO 2504.05118).
+    """``-log pi`` of the policy's own tokens; ``positive=True`` takes only those with a positive advantage, in
+    numerator and count (VAPO 2504.05118).
     """
     rl = PolicyGradient(name="nll", surrogate=NLL(), ratio="none", coef=coef, normalizer=normalizer)
     return build(rl, **(also(parts, "masks", KeepPositiveAdvantage(on=("nll",))) if positive else parts))
@@ -245,6 +249,6 @@ def critic(
     count_rejected: bool = True,
     **fields: Any,
 ) -> LossSpec:
-    """A value head's own step: the clipped value loss (PPO 1707.06347). ``policy_loss(None, micro, value=V)``."""
+    """The step of a value head: the clipped value loss (PPO 1707.06347), for ``policy_loss(None, micro, value=V)``."""
     value = Value(clip=clip, coef=coef, normalizer=normalizer, count_rejected=count_rejected)
     return LossSpec(components=(value,), **fields)

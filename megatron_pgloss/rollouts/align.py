@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 class Shift:
-    """Moves token-order streams of rows with these lengths one place to the left, inside each row.
+    """Moves streams in token order one place to the left, inside each row.
 
     Args:
-        lengths_S: int64 [S].
+        lengths_S: int64 [S], the lengths of the rows.
 
-    The first token of a row is never a target and leaves; the last position of a row predicts nothing and is
-    filled.
+    The entry of a row's first token, which is never a target, drops out; a row's last position, which predicts nothing,
+    is filled.
     """
 
     def __init__(self, lengths_S: Tensor) -> None:
@@ -36,10 +36,10 @@ class Shift:
 
 
 def turns(action_T: Tensor, lengths_S: Tensor) -> Tensor:
-    """Turn of every token, in token order, from the action flags as sampled.
+    """The turn of every token, in token order, from the action flags as sampled.
 
-    A turn is one unbroken run of policy tokens and the tokens that follow it until the next run; what comes
-    before the first run belongs to none (-1).
+    A turn is one unbroken run of policy tokens with the tokens that follow it until the next run; tokens before the
+    first run belong to no turn (-1).
 
     Args:
         action_T: bool [T], token order.

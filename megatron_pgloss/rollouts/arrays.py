@@ -1,4 +1,4 @@
-"""The door for numbers: tensors, arrays, nested lists and single numbers become plain CPU tensors, or are refused.
+"""Numbers from the caller: tensors, arrays, nested lists and single numbers become plain CPU tensors, or are refused.
 
 Nothing is converted in silence. A value that would be cut off, become infinite, or be read as another kind of number
 than it is, is refused by the name of its argument. numpy is imported only where an array comes in.
@@ -33,8 +33,8 @@ def tensor(name: str, value: Any, floats: torch.dtype | None = None) -> Tensor:
         floats: the dtype that Python's floats and integers become where floats are wanted.
 
     Raises:
-        DataError: the value is nothing of the kind, its rows have different lengths, it has no numbers of its own (a
-            meta tensor), its form hides some (sparse, masked), or its elements are objects.
+        DataError: the value is none of these, its rows have different lengths, it has no numbers (a meta tensor), it is
+            not dense (sparse, masked), or its elements are objects.
     """
     return _tensor(name, value, floats, name)
 
@@ -104,7 +104,7 @@ def _nested(name: str, value: Sequence[Any], floats: torch.dtype | None, at: str
 
 
 def _is_list(value: Any) -> bool:
-    """Whether it is a list, a tuple, a range; text and bytes are sequences that hold no numbers."""
+    """Whether it is a list, a tuple or a range; text and bytes are sequences too, but hold no numbers."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
 
 

@@ -40,7 +40,7 @@ class UpdateRecord:
         self.logp: Tensor | None = None
         """Log-probs of the row's targets at its first update, with ``old="record"``."""
         self.pending: Any = None
-        """Where they are still kept micro-batch by micro-batch, until the next plan reads them."""
+        """The recorder that still holds these log-probs micro-batch by micro-batch, until the next plan reads them."""
 
     @property
     def plan(self) -> int | None:
@@ -53,7 +53,7 @@ class UpdateRecord:
             self._before, self._plan = self._plan, serial
 
     def take_back(self, serial: int) -> None:
-        """The update by plan ``serial`` was not made."""
+        """Note that the update by plan ``serial`` was not made after all."""
         if self._plan == serial:
             self._plan = self._before
 
@@ -81,8 +81,8 @@ class TokenBatch:
     """int64 [T]: turn of the target, -1 before the first policy turn."""
     streams: dict[str, Tensor] = field(default_factory=dict)
     """The optional streams of the table (`megatron_pgloss.rollouts.streams`) that were given, by name, and the user's
-    own; constants, [T] each. Wide ones are [T, k]: int64 token ids with -1 where a token has fewer than k, or floats
-    beside them."""
+    own; constants, [T] each. A stream with several numbers per token is [T, k]: int64 token ids, -1 where a token has
+    fewer than k, or one float for each of these ids."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """float [T] per component name: the user's weights."""
     masks: dict[str, Tensor] = field(default_factory=dict)
@@ -126,16 +126,16 @@ class TokenBatch:
         return predicts
 
     def sample_name(self, row: int) -> str:
-        """How errors and reports call a row; a very long id is shortened."""
+        """The name of a row in errors and reports; a very long id is shortened."""
         return row_name(row, self.sample_ids)
 
     def where(self, position: int, stream: str | None = None, *, read: bool = False) -> str:
-        """``sample 'id', token 3, stream 'old'``: how errors say where a token lies.
+        """``sample 'id', token 3, stream 'old'``: the text by which errors say where a token lies.
 
         Args:
-            position: in the streams, [T].
-            stream: what was looked at.
-            read: the token that the model reads there is meant, not the one predicted from there.
+            position: position in the streams, [T].
+            stream: the name of the stream that was looked at.
+            read: whether the token that the model reads there is meant, instead of the one predicted from there.
         """
         return token_name(self.cu_S1, position, self.sample_ids, stream, predicted=not read)
 
@@ -164,12 +164,12 @@ class TokenBatch:
         own that the batch has.
 
         Args:
-            name: of the stream.
-            stream_T: [T], or [T, k] where it is wide; already target-aligned, position t about ``targets_T[t]``. Its
-                type is that of the table: float32 or float64, int64, bool.
+            name: name of the stream.
+            stream_T: [T], or [T, k] for a stream of several numbers per token; already target-aligned: position t is
+                about ``targets_T[t]``. Its type is that of the table: float32 or float64, int64, bool.
 
         Raises:
-            DataError: there is no such stream, or shape or type do not fit.
+            DataError: there is no such stream, or its shape or type does not fit.
         """
         if name not in OPTIONAL and name not in self.streams:
             raise DataError(f"no stream {name!r}", expected=", ".join(OPTIONAL))
@@ -185,7 +185,7 @@ class TokenBatch:
         if given.dtype in (torch.bfloat16, torch.float16):
             raise DataError(f"{called} has the wrong dtype", expected="float32 or float64", got=given.dtype)
         kept = checks.own_stream(called, given) if row is None else checks.stream(row, given, name=called)
-        # A constant by definition: nothing is differentiated through what the policy was.
+        # A stream is constant by definition: no gradient passes through what earlier policies gave.
         return replace(self, streams={**self.streams, name: kept})
 
     def with_unscored(self, rule: Literal["ratio_1"]) -> TokenBatch:
@@ -197,7 +197,7 @@ class TokenBatch:
                 weighs nor rejects the token; it adds 0 to the statistic of its sequence or turn, and votes in it.
 
         Raises:
-            DataError: another rule, or a stream is absent, or old is not finite there.
+            DataError: the rule is unknown, a stream is absent, or old is not finite at such a token.
         """
         if rule != "ratio_1":
             raise DataError(f"with_unscored({rule!r})", expected="'ratio_1'")
@@ -212,25 +212,26 @@ class TokenBatch:
             at = int(bad_T.to(torch.int8).argmax())
             raise DataError("a token was scored by nobody", got=float(old_T[at]), where=self.where(at, "old"))
         kind = torch.promote_types(rollout_T.dtype, old_T.dtype)
-        # In the wider type: a rounded old is no ratio of 1.
+        # In the wider of both types: a rounded old would not give a ratio of exactly 1.
         return self.with_stream("rollout", torch.where(unscored_T, old_T.to(kind), rollout_T.to(kind)))
 
     @classmethod
     @takes(PaddedArguments)
     def from_padded(cls, **given: Unpack[PaddedArguments]) -> TokenBatch:
-        """Build from a padded matrix; everything in token order: ``x[b, i]`` is about ``tokens[b, i]``.
+        """Build from a padded matrix; everything is in token order: ``x[b, i]`` is about ``tokens[b, i]``.
 
         The keywords are ``tokens`` and ``action_mask``; where the rows lie (``lengths`` [B], padded on the right, or
         ``attention_mask`` [B, L], padded on either side, without holes); every other stream of the table in
-        docs/conventions.md; and what `megatron_pgloss.rollouts.keywords` has beside them: ids, terminations, and
+        docs/conventions.md; and those that `megatron_pgloss.rollouts.keywords` has beside them: ids, terminations, and
         weights, masks and streams that the caller names.
 
-        Tensors, numpy arrays and nested lists of numbers will do. Python's floats become float32; those of the sampler
-        (``temperature``, ``top_p``, ``min_p``) stay the float64 that they are.
+        Values may be tensors, numpy arrays or nested lists of numbers. Python's floats become float32; those of the
+        sampler (``temperature``, ``top_p``, ``min_p``) stay float64.
 
         Raises:
-            DataError: shapes, types, holes, masks that mark padding. In a world of several ranks the error is kept in
-                the batch and raised by `plan` on every rank, so that nobody hangs.
+            DataError: a shape or type does not fit, ``attention_mask`` has holes, or a mask marks padding. In a world
+                of several ranks the error is kept in the batch and raised by `plan` on every rank, so that no rank
+                hangs.
         """
         return _carrying(lambda: cls._of(build.padded(given)))
 
@@ -255,9 +256,9 @@ class TokenBatch:
             roles: the spec's role table.
 
         Raises:
-            DataError: numbers of another kind than they should be; log-probs missing in places, of the wrong length, or
-                raw while a temperature, top-k, top-p, min-p or a recorded set was active. Kept in the batch as by
-                `from_padded`.
+            DataError: a value is of the wrong kind; log-probs are missing in places, have the wrong length, or are raw
+                while a temperature, top-k, top-p, min-p or a recorded set was active. The error is kept in the batch as
+                by `from_padded`.
         """
         return _carrying(lambda: cls._of(fields_of_traces(traces, roles)))
 
@@ -268,7 +269,7 @@ class TokenBatch:
 
 
 def _carrying(make: Callable[[], TokenBatch]) -> TokenBatch:
-    # One rank that raises here would leave the others waiting in the plan's gather: there it is raised on all.
+    # A rank that raised here would leave the others waiting in the plan's gather, so the plan raises it on all ranks.
     with Caught() as here:
         return make()
     assert here.error is not None

@@ -39,7 +39,7 @@ def packed(given: Mapping[str, Any]) -> Fields:
 
 
 def fields(frame: Frame, tokens: Tensor, given: Mapping[str, Any]) -> Fields:
-    """All fields of a batch but those that a builder adds.
+    """All fields of a batch but those that its caller adds.
 
     Args:
         frame: where the rows lie.
@@ -81,7 +81,7 @@ def fields(frame: Frame, tokens: Tensor, given: Mapping[str, Any]) -> Fields:
 
 
 def align(row: StreamSpec, stream_T: Tensor, shift: Shift) -> Tensor:
-    """A stream in token order, target-aligned, as its row of the table says."""
+    """A stream in token order made target-aligned, with the fill that its row of the table says."""
     return shift(stream_T, row.fill)
 
 
@@ -153,7 +153,7 @@ def _named(
 
 
 def _own_floats(frame: Frame, argument: str, value: Any) -> torch.dtype | None:
-    """What Python's numbers become in a tensor that the caller named; several integers a token are ids."""
+    """The dtype that Python's numbers get in a tensor that the caller named; several integers per token are ids."""
     depth = 0
     while isinstance(value, Sequence) and not isinstance(value, str) and value:  # a text's first letter is a text
         value, depth = value[0], depth + 1
@@ -175,7 +175,7 @@ def _ids(name: str, given: Any, rows: int) -> tuple[Id, ...] | None:
 def _id(name: str, value: Any) -> Id:
     if isinstance(value, str):
         return str(value)
-    # numpy's whole numbers are no int, but stand for one; its bools and floats are refused like Python's.
+    # numpy's whole numbers are not instances of int, but are taken as such; its bools and floats are refused.
     kind = getattr(getattr(value, "dtype", None), "kind", "i")
     if isinstance(value, bool | Tensor) or kind not in "iu" or not hasattr(value, "__index__"):
         raise DataError(f"{name} must be int64 or str", got=type(value).__name__)

@@ -1,5 +1,5 @@
-"""Checks of shapes, dtypes and padding of what the caller hands over. Values are judged by the plan, where the spec is
-known.
+"""Checks of the shapes, dtypes and padding of what the caller hands over. Values are checked by the plan, which knows
+the spec.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def stream(row: StreamSpec, value: Tensor, low: Sequence[str] = (), name: str | 
     """A stream in the dtype that the table gives it.
 
     Args:
-        low: keywords that may come in low precision.
-        name: what errors call it; default: its keyword.
+        low: keywords whose streams may come in low precision.
+        name: the name of the stream in errors; by default its keyword.
     """
     name = row.argument if name is None else name
     if row.dtype == "flag":
@@ -51,7 +51,7 @@ def tokens(value: Any, shape: tuple[int | None, ...]) -> Tensor:
 def lengths(value: Any, rows: int | None) -> Tensor:
     """int64 [S] of non-negative lengths."""
     given = arrays.tensor("lengths", value)
-    # Nothing has no type of its own.
+    # An empty list has no dtype that could be judged.
     lengths_S = whole("lengths", given) if given.numel() else given.to(torch.int64)
     if lengths_S.dim() != 1 or (rows is not None and lengths_S.numel() != rows):
         raise DataError(
@@ -79,7 +79,7 @@ def contiguous(attention_mask: Any, shape: tuple[int, int]) -> tuple[Tensor, Ten
             where=f"row {row}",
             fix="pad on one side only; several sequences in one row go through from_packed",
         )
-    # The column where the run begins: what lies before it.
+    # The run begins at the column whose number is that of the positions before it.
     return lengths_S, (mask_BL.cumsum(1) == 0).sum(1)
 
 
@@ -103,7 +103,9 @@ def boolean(name: str, value: Tensor) -> Tensor:
 
 
 def floating(name: str, value: Tensor, low: Sequence[str] = ()) -> Tensor:
-    """float32 or float64; lower precision only where asked for by name, then kept as float32."""
+    """A float32 or float64 tensor; lower precision is accepted only where it is allowed by name, and becomes
+    float32.
+    """
     if value.dtype in (torch.float32, torch.float64):
         return value
     if not value.is_floating_point():
@@ -111,7 +113,7 @@ def floating(name: str, value: Tensor, low: Sequence[str] = ()) -> Tensor:
     if name in low:
         return value.float()
     raise DataError(
-        f"{name} is {value.dtype}: a rounding of log-probs is a ratio error of 0.5 to 5 percent",
+        f"{name} is {value.dtype}: rounding log-probs to it makes an error of 0.5 to 5 percent in ratios",
         expected="float32 or float64",
         got=value.dtype,
         fix=f"keep it in float32 where it is made, or allow_low_precision=({name!r},)",
@@ -129,5 +131,5 @@ def ids(name: str, value: Tensor) -> Tensor:
 
 
 def own_stream(name: str, value: Tensor) -> Tensor:
-    """A stream of the user's own: floats, or several ids a token."""
+    """A stream of the user's own: floats, or several ids per token."""
     return ids(name, value) if value.dim() == 2 and not value.is_floating_point() else floating(name, value)

@@ -1,4 +1,4 @@
-"""How the caller laid rows out, and the way from there to token order. `B` rows, `L` width, `T` tokens end to end."""
+"""How the caller laid out rows, and how they are put end to end. `B` rows, `L` width, `T` tokens end to end."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Frame:
 
     Args:
         index_T: int64 [T]: where each token lies in the caller's flattened form.
-        shape: the caller's: [B, L], or [T].
-        lengths_S: int64 [S].
+        shape: shape of the caller's form: [B, L], or [T].
+        lengths_S: int64 [S]: the lengths of the rows.
         offset_S: int64 [S]: the column where each row begins.
     """
 
@@ -58,15 +58,16 @@ class Frame:
     def take(
         self, name: str, given: Any, *, floats: torch.dtype | None = None, per_row: bool = False, wide: bool = False
     ) -> Tensor:
-        """``given`` in token order, [T]; or [T, k] where it may be ``wide`` and is.
+        """``given`` in token order, [T]; or [T, k] where it has several numbers per token.
 
         Args:
             name: the argument, for errors.
-            floats: what Python's numbers become, see `arrays.tensor`.
-            per_row: one number a row, or one for all, will do.
+            floats: the dtype that Python's numbers get, see `arrays.tensor`.
+            per_row: whether it may be one number per row, or one for all.
+            wide: whether it may have several numbers per token.
 
         Raises:
-            DataError: it is no tensor, array or list, or its shape is another.
+            DataError: it is no tensor, array or list, or has another shape.
         """
         value = arrays.tensor(name, given, floats)
         shape = tuple(value.shape)
@@ -89,7 +90,7 @@ class Frame:
         return value.reshape(-1)[self.index_T]
 
     def check_inside(self, name: str, given: Any) -> None:
-        """Refuse a mask that marks padding: what it marks there would be lost without a word."""
+        """Refuse a mask that marks padding: those marks would be lost silently."""
         marked_N = checks.boolean(name, arrays.tensor(name, given)).reshape(-1)
         outside_N = marked_N.index_fill(0, self.index_T, False)
         if bool(outside_N.any()):

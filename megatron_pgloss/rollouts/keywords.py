@@ -1,4 +1,4 @@
-"""What the constructors take: the streams of the table, and what is about rows or named by the caller.
+"""The keywords of the constructors: the streams of the table, keywords about rows, and tensors that the caller names.
 
 `B` rows, `L` width, `T` tokens of all rows end to end.
 """
@@ -22,12 +22,12 @@ WideFloats = Sequence[Sequence[Sequence[float]]]
 
 
 class BatchArguments(StreamArguments, total=False):
-    """What both constructors take."""
+    """Keywords of both constructors."""
 
     streams: Mapping[str, Floats | Ids | WideFloats] | None
-    """Constants of the user's own by name, read as ``x.stream(name)`` and as bounds: float [B, L]; or several numbers a
-    token, [B, L, k]: token ids with -1 where a token has fewer than k, or floats beside them, read as ``x.wide(name)``
-    where the ids are."""
+    """Constants of the user's own by name: float [B, L], read as ``x.stream(name)`` and as bounds; or several numbers
+    per token, [B, L, k], read as ``x.wide(name)``: token ids, -1 where a token has fewer than k, or one float for each
+    of these ids."""
     weights: Mapping[str, Floats] | None
     """Component name to float [B, L]: the user's weights."""
     masks: Mapping[str, Flags] | None
@@ -37,7 +37,7 @@ class BatchArguments(StreamArguments, total=False):
     episode_ids: Sequence[Id] | Tensor | Array | None
     """[B]: which rollout of its prompt each row is a part of."""
     sample_ids: Sequence[Id] | Tensor | Array | None
-    """[B]: what errors, draws and deals call each row."""
+    """[B]: the id of each row, its name in errors and its key where rows are dealt or drawn by a seed."""
     terminations: Sequence[str] | None
     """[B] of `Termination` or its values: how each rollout ended."""
     allow_low_precision: Sequence[str]
@@ -61,9 +61,9 @@ class PackedArguments(BatchArguments, total=False):
 
 
 def check_names(given: Mapping[str, Any], of: Any, caller: str) -> None:
-    """Refuse keywords that a constructor does not have, and those that it lacks.
+    """Refuse a keyword that a constructor does not have, and a required one that is not given.
 
-    Python itself would raise a TypeError, on one rank alone.
+    Python itself would raise a TypeError, and on one rank alone.
 
     Args:
         of: `PaddedArguments` or `PackedArguments`.
@@ -86,9 +86,10 @@ Class = TypeVar("Class", bound=type[Any])
 
 
 def closed(cls: Class) -> Class:
-    """A dataclass whose constructor refuses keywords that it does not have, and those that it lacks, by `DataError`.
+    """Make the constructor of a dataclass raise `DataError` for a keyword that it does not have, and for a required one
+    that is not given.
 
-    Python's own TypeError names no likely word.
+    Python's own TypeError does not name the nearest known word.
     """
     items = fields(cls)
     known = [item.name for item in items if item.init]
@@ -132,7 +133,7 @@ def takes(of: Any) -> Callable[[Method], Method]:
 
 
 def _ordered(of: Any) -> list[str]:
-    """The keywords of ``of``: tokens, what says where rows lie, then the rest in the table's order."""
+    """The keywords of ``of``: tokens and actions, those that say where rows lie, then the rest in the table's order."""
     names = list(of.__annotations__)
     own = [name for name in ("lengths", "attention_mask") if name in names]
     rest = [name for name in names if name not in own]

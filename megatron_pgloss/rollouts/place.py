@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 Id = int | str
-"""What a row, an episode or a prompt is called by."""
+"""The id of a row, an episode or a prompt."""
 _LONGEST = 64
-"""Characters of an id or a stream's name that errors show; a place has to fit a line beside what is wrong."""
+"""How many characters of an id or a stream's name errors show, so that the place fits into a line with the fault."""
 
 
 def row_name(row: int, sample_ids: Sequence[Id] | None) -> str:
@@ -19,7 +19,7 @@ def row_name(row: int, sample_ids: Sequence[Id] | None) -> str:
 
 
 def short(name: object) -> str:
-    """``name`` as it is written in Python; of a very long one the ends, with the length between them."""
+    """``name`` as it is written in Python; a very long one is cut in the middle, and its length added."""
     text = repr(name)
     if len(text) <= _LONGEST:
         return text
@@ -33,9 +33,10 @@ def token_name(
 
     Args:
         cu_S1: int64 [S + 1]: where each row begins.
-        index: of the token, in the rows laid end to end.
-        stream: what it was about.
-        predicted: the token meant is the one predicted at ``index``, as in target-aligned streams, not the one read.
+        index: index of the token in the rows laid end to end.
+        stream: the name of the stream that was looked at.
+        predicted: whether the token predicted at ``index`` is meant, as in target-aligned streams, instead of the one
+            read there.
     """
     row = int(torch.searchsorted(cu_S1, index, right=True)) - 1
     name = f"{row_name(row, sample_ids)}, token {index - int(cu_S1[row]) + int(predicted)}"

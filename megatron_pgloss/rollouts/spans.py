@@ -27,19 +27,19 @@ _OWN = {"rollout_logprobs": ("logprobs", "log-probs"), "versions": ("version", "
         "kept_sets": ("kept_sets", "kept sets")}  # fmt: skip
 """Streams that have a field of their own in `Span`: the field, and the word for it in errors."""
 _FURTHER = tuple(row.argument for row in STREAMS if row.optional and row.read_by == "loss")
-"""What ``Span(streams=...)`` may hold; the sampler's numbers are the trace's."""
+"""The streams that ``Span(streams=...)`` may hold; the sampler's numbers belong to the trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stretch:
-    """A span, read."""
+    """A span whose tokens and author were read and checked."""
 
     span: Span
     row: int
     author: Author
     tokens_n: Tensor
     place: str
-    """How errors name it."""
+    """The name of the span in errors."""
 
 
 def fields_of_traces(traces: Sequence[Trace], roles: RoleTable | None) -> Fields:
@@ -99,7 +99,7 @@ def _roles_known(runs: list[_Stretch], table: Mapping[str, float] | None) -> Non
 
 
 def _checked(traces: Any) -> list[Trace]:
-    """The traces, made of what they should be made of."""
+    """The traces as a list, after a check that they are made of `Trace`, `Span` and `Sampler`."""
     if not isinstance(traces, Sequence) or not all(isinstance(trace, Trace) for trace in traces):
         raise DataError("from_traces takes a list of traces", expected="list of Trace", got=type(traces).__name__)
     for row, trace in enumerate(traces):
@@ -136,11 +136,14 @@ def _read(trace: Trace, row: int, number: int) -> _Stretch:
 
 
 def _one_a_token(row: StreamSpec, value: Any, count: int | None, place: str) -> Tensor:
-    """A span's stream in the dtype of the table: [n], or [n, k] of ids; None: any number of tokens."""
+    """A span's stream in the dtype of the table: [n], or [n, k] of ids; n is ``count``, or any number where it is
+    None.
+    """
     field, words = _OWN.get(row.argument, (row.argument, row.argument))
     called = f"{field} of {place}"
     if row.argument == "rollout_logprobs" and isinstance(value, list | tuple):
-        # Not scored by the sampler: `TokenBatch.with_unscored` says what then holds, and without it the plan refuses.
+        # None: the sampler did not score the token. `TokenBatch.with_unscored` gives it a rule, else the plan refuses
+        # it.
         value = [math.nan if item is None else item for item in value]
     if row.dtype == "ids":
         found = _ids(called, value)
@@ -158,7 +161,7 @@ def _one_a_token(row: StreamSpec, value: Any, count: int | None, place: str) -> 
 
 
 def _ids(called: str, given: Any) -> Tensor:
-    """int64 [n, k] of the ids of each token, filled up with -1."""
+    """The ids of each token, int64 [n, k], filled up with -1."""
     if not isinstance(given, list | tuple):
         return checks.ids(called, arrays.tensor(called, given))
     sets = [checks.whole(called, arrays.tensor(called, ids)) if len(ids) else torch.zeros(0, dtype=torch.int64)
@@ -201,7 +204,8 @@ def _of_spans(row: StreamSpec, runs: list[_Stretch]) -> Tensor | None:
     if not given:
         return None
     for run, part in zip(runs, parts, strict=True):
-        # A token without a set had the whole vocabulary; anything else must be known of each token that was sampled.
+        # A token without a set had the whole vocabulary. Any other stream must be given for all tokens that were
+        # sampled.
         if part is None and row.dtype != "ids" and run.author is Author.POLICY and run.tokens_n.numel():
             raise DataError(
                 f"{field or words} of policy spans: some have it and some have none", expected="all or none",
@@ -250,7 +254,7 @@ def _processed(traces: list[Trace], runs: list[_Stretch]) -> None:
 
 
 def _active(sampler: Sampler, has_sets: bool) -> str:
-    """The first processor that made the distribution drawn from another than the raw one; empty for none."""
+    """The first processor by which tokens were drawn from another distribution than the raw one; empty for none."""
     found = {
         f"temperature={sampler.temperature}": sampler.temperature != 1.0,
         f"top_k={sampler.top_k}": sampler.top_k > 0,

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Author(StrEnum):
-    """Who wrote a token. The author decides membership; the role decides only weights."""
+    """Who wrote a token. The author decides which components a token is in; the role decides only weights."""
 
     POLICY = "policy"
     ENVIRONMENT = "environment"

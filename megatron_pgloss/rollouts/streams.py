@@ -1,8 +1,8 @@
-"""The table of token streams: everything that a batch can say about each token, one row a stream.
+"""The table of token streams: everything that a batch can say about each token, one row per stream.
 
 A row is a field of `StreamArguments`. Its name is the constructors' keyword, its type is what an editor and mypy know
-of it, and its `StreamSpec` says the rest. No other list of streams is kept: constructors, `with_stream`, checks, a
-plan's presence bits and empty tables, what ``needs=`` may name and the table in docs/conventions.md are made from it.
+of it, and its `StreamSpec` says the rest. There is no other list of streams: constructors, `with_stream`, checks, a
+plan's presence bits and empty tables, the names for ``needs=`` and the table in docs/conventions.md are made from it.
 """
 
 # No `from __future__ import annotations` here: the annotations are the table.
@@ -23,26 +23,26 @@ Ids = Tensor | Array | Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamSpec:
-    """What one stream is."""
+    """The properties of one stream."""
 
     argument: str = ""
-    """Keyword of the constructors: the name of its field in the table."""
+    """Its keyword of the constructors, which is the name of its field in the table."""
     name: str
-    """What the batch, ``x.stream(name)``, ``needs=`` and errors call it."""
+    """Its name in the batch, in ``x.stream(name)``, in ``needs=`` and in errors."""
     dtype: Literal["float", "log-prob", "whole", "ids", "flag"]
     """``float``: float32 or float64. ``log-prob``: the same, and never above 0. ``whole``: int64. ``flag``: bool.
-    ``ids``: several int64 a token, -1 where it has fewer."""
+    ``ids``: several int64 per token, -1 where it has fewer."""
     fill: float
-    """What stands where nothing is predicted: at a row's last position, and at padding."""
+    """Its value where nothing is predicted: at a row's last position, and at padding."""
     shape: Literal["token", "row"] = "token"
-    """``token``: one entry a token. ``row``: one a token, one a row, or one number for all."""
+    """``token``: one entry per token. ``row``: one per token, one per row, or one number for all."""
     optional: bool = True
     """Whether a batch may lack it."""
     read_by: Literal["loss", "log-probs", "kept sets"] = "loss"
-    """The log-prob pass reads its streams, and those that say what the sampler could draw (kept sets), in the precision
-    that they came in; they do not decide the precision of the loss."""
+    """What reads the stream. Streams of the log-prob pass and of kept sets (what the sampler could draw) stay in the
+    precision that they came in, and do not decide the precision of the loss."""
     help: str
-    """What it is, for people."""
+    """What the stream is, in words for the docs."""
 
     @property
     def is_float(self) -> bool:
@@ -51,18 +51,20 @@ class StreamSpec:
 
     @property
     def python_floats(self) -> torch.dtype | None:
-        """The dtype of Python's own floats in it: a sampler's numbers stay as they were written (0.7 is not 0.7f)."""
+        """The dtype that Python's floats get in it; a sampler's numbers stay float64, as they were written."""
         if not self.is_float:
             return None
         return torch.float32 if self.read_by == "loss" else torch.float64
 
     @property
     def absent(self) -> float:
-        """What stands at a token that a trace says nothing of; NaN makes a wrong reader visible."""
+        """Its value at a token for which a trace does not give it; NaN makes a reader visible that should not read
+        it.
+        """
         return float("nan") if self.is_float else self.fill
 
     def empty(self, dtype: torch.dtype) -> Tensor:
-        """The stream of no tokens, on a rank without rows, where the loss's streams are of ``dtype``."""
+        """The stream on a rank without rows: it has no tokens. ``dtype`` is that of the loss's streams."""
         if self.dtype == "ids":
             return torch.zeros(0, 0, dtype=torch.int64)
         kinds = {"whole": torch.int64, "flag": torch.bool}
@@ -146,16 +148,16 @@ STREAMS: tuple[StreamSpec, ...] = _rows()
 BY_NAME: dict[str, StreamSpec] = {row.name: row for row in STREAMS}
 BY_ARGUMENT: dict[str, StreamSpec] = {row.argument: row for row in STREAMS}
 OPTIONAL: tuple[str, ...] = tuple(row.name for row in STREAMS if row.optional)
-"""Names of the streams that a batch may lack; what ``needs=`` may name, beside the user's own."""
+"""Names of the streams that a batch may lack; ``needs=`` may name them, and the user's own."""
 OFF: dict[str, float] = {row.name: row.fill for row in STREAMS if row.read_by == "kept sets"}
-"""Streams that say what the sampler could draw from, with the value that says: from the whole vocabulary."""
+"""Streams that say what the sampler could draw from, each with the value for the whole vocabulary."""
 FILL: dict[str, float] = {row.name: row.fill for row in STREAMS}
 MADE = ("targets", "observation", "recorded", "interpolation")
-"""Streams that are made of others, by the batch or the plan."""
+"""Streams that the batch or the plan makes from other streams."""
 
 
 def argument_of(name: str) -> str:
-    """How the stream ``name`` is given to a constructor."""
+    """The keyword by which a constructor takes the stream ``name``, as text."""
     return f"{BY_NAME[name].argument}=" if name in BY_NAME else f"streams={{{name!r}: ...}}"
 
 

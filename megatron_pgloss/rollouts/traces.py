@@ -20,21 +20,22 @@ class Span:
     """An unbroken run of tokens from one author."""
 
     role: str
-    """Chat role; decides weights only."""
+    """Chat role; it decides only weights."""
     author: Author | Literal["policy", "environment", "harness", "renderer", "verifier", "copied"]
-    """Who wrote it; decides membership."""
+    """Who wrote the tokens; the author decides which components they are in."""
     tokens: Sequence[int] | Tensor | Array
     logprobs: Sequence[float | None] | Tensor | Array | None = None
-    """For policy spans: the sampler's own log-prob of every token; None in the list for one that it did not score
+    """For policy spans: the sampler's own log-prob of every token; None in the list for a token that it did not score
     (`TokenBatch.with_unscored`)."""
     version: int | Sequence[int] | Tensor | Array | None = None
-    """For policy spans: version of the weights that sampled it, or of each token where they changed on the way."""
+    """For policy spans: the version of the weights that sampled it, or one per token where the weights changed within
+    it."""
     kept_sets: Sequence[Sequence[int]] | Tensor | Array | None = None
-    """For policy spans: of every token, the ids that the sampler could draw from (what top-k, top-p or a grammar left);
-    an empty one means the whole vocabulary."""
+    """For policy spans: for every token the ids that the sampler could draw from (those that top-k, top-p or a grammar
+    left); an empty set means the whole vocabulary."""
     streams: Mapping[str, Sequence[Any] | Tensor | Array] = field(default_factory=dict)
     """Further streams of its tokens by the constructors' keywords (``old_logprobs``, ``values``, ...), one
-    entry a token. What one policy span has, every policy span of the batch must have."""
+    entry per token. A stream that one policy span has, every policy span of the batch must have."""
 
 
 @closed
@@ -48,7 +49,7 @@ class Sampler:
     top_p: float = 1.0
     min_p: float = 0.0
     logprobs: Literal["processed", "raw"] = "processed"
-    """Whether reported log-probs are of the distribution drawn from, or of the raw logits."""
+    """Whether reported log-probs are those of the distribution that tokens were drawn from, or of the raw logits."""
 
 
 @closed
@@ -58,7 +59,7 @@ class Trace:
 
     spans: Sequence[Span]
     advantage: float | None = None
-    """Of every token of the row; None where `megatron_pgloss.advantages` makes it from rewards afterwards."""
+    """The advantage of every token of the row; None where `megatron_pgloss.advantages` makes it from rewards later."""
     prompt_id: Id | None = None
     episode_id: Id | None = None
     sample_id: Id | None = None

@@ -2,8 +2,9 @@
 policy's log-probs inside the loss.
 
 `N` positions; whole rows at plan time, a shard of a micro-batch in the loss. Units come as `UnitSums`, which know
-packing and context parallelism. Everything here is constant: no gradient passes. A kind gives two functions: what it
-joins over its unit (its ``statistic_unit`` and ``joined_by`` say which one, and how), and what it makes of that.
+packing and context parallelism. Everything here is constant: no gradient passes. A kind of correction is two functions:
+the number of each token that is joined over a unit (the kind's ``statistic_unit`` and ``joined_by`` say over which, and
+how), and the verdict on the joined number.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Evidence:
     """What a correction looks at."""
 
     units: Mapping[str, UnitSums]
-    """``sequence`` and ``turn``."""
+    """``sequence`` and ``turn`` to their units."""
     voters_N: Tensor
     """bool [N]: the action tokens as sampled; statistics of a unit run over them."""
     bound: float
@@ -46,7 +47,7 @@ class Joined:
     """bool [N]: where the unit has a voter; None where each token stands for itself."""
 
     def spared(self, inside_N: Tensor) -> Verdict:
-        """Those ``inside`` pass, and units that nobody votes for."""
+        """The tokens ``inside_N`` pass, and so do all tokens of a unit without a voter."""
         return Verdict(passes=inside_N if self.told_N is None else inside_N | ~self.told_N)
 
 
@@ -62,7 +63,8 @@ def judged(rule: Correction, x: Evidence, joined_2N: Tensor | None) -> Verdict:
     """What the rule says.
 
     Args:
-        joined_2N: the answer to what it `asked`, None if that is None.
+        joined_2N: the answer to what the rule `asked`: the joined number, and 1 where the unit has a voter, else 0;
+            None where it asked nothing.
 
     Returns:
         A position without voters in its unit has weight 1 and passes.
@@ -155,15 +157,17 @@ APPLY: dict[str, tuple[Callable[[Any, Evidence], Tensor], Callable[[Any, Joined,
     "veto": (_caught, _none_of_them),
     "staleness": (_too_old, _none_of_them),
 }
-"""Kind of correction to the number of each token that it joins over its unit, and to what it says about the answer."""
+"""Kind of correction to two functions: the number of each token that it joins over its unit, and its verdict on the
+joined number."""
 
 
 def interpolation(lag_N: Tensor) -> Tensor:
-    """How far ``old`` lies from the sampler's towards the policy's log-prob: ``(lag - 1) / lag``, 0 for lag <= 1.
+    """Where ``old`` lies between the sampler's log-prob (0) and the policy's (1): at ``(lag - 1) / lag``, and at 0 for
+    lag <= 1.
 
-    The step before the current policy, on the straight line in log space from the version that sampled the token (at 0)
-    to the current one (at 1), as in AReaL's log-linear approximation. A token that nobody sampled (an observation) has
-    no version and lag 0: its ``old`` is the sampler's log-prob.
+    This is the version before the current one, if the log-prob went in a straight line from the version that sampled
+    the token to the current version (AReaL's log-linear approximation). A token that nobody sampled (an observation)
+    has no version and lag 0: its ``old`` is the sampler's log-prob.
 
     Args:
         lag_N: int64 [N].

@@ -1,4 +1,5 @@
-"""Gates on single tokens and units: which tokens pass, from streams ``x`` of any extent. `N` positions. Constant.
+"""Gates on single tokens and units: which tokens pass, from streams ``x`` of any extent. `N` positions. Everything here
+is constant: no gradient passes.
 
 ``x`` gives ``logp``, ``old``, ``rollout``, ``advantage`` float [N]: the streams of a micro-batch inside the loss, or
 those of whole rows in the statistics pass. A gate over a unit says in `ASKS` which statistic it takes.
@@ -20,7 +21,7 @@ from megatron_pgloss.spec import AnyGate, Gate, KLGate, RatioGate, SequenceGate,
 from megatron_pgloss.spec.functions import Function
 
 _CEILING = 60.0
-"""Log-probs above it are cut before exp, so that a stray number is a large one and not infinity."""
+"""Log-probs are clamped to at most this before exp, so that a stray number becomes a large one and not infinity."""
 
 
 class GateStreams(Protocol):
@@ -30,7 +31,7 @@ class GateStreams(Protocol):
 
     @property
     def old(self) -> Tensor:
-        """log of the base of the ratio."""
+        """Log-prob of the base of the ratio."""
 
     @property
     def rollout(self) -> Tensor:
@@ -47,7 +48,7 @@ class GateStreams(Protocol):
         """The answer to what was asked under this key."""
 
     def call(self, key: Hashable, part: Function) -> Any:
-        """What a user's function gives."""
+        """What the user's function of ``part`` returns."""
 
 
 def asked(gate: AnyGate, x: GateStreams) -> Asked | None:
@@ -57,11 +58,11 @@ def asked(gate: AnyGate, x: GateStreams) -> Asked | None:
 
 
 def apply(gate: AnyGate, x: GateStreams, key: Hashable) -> Verdict:
-    """Which tokens pass; a user's gate may give a weight instead.
+    """The verdict of a gate: which tokens pass, or a weight from a user's gate.
 
     Args:
         gate: any gate but those that need the statistics pass.
-        key: under which ``x`` has the answer to what it `asked`.
+        key: the key under which ``x`` has the answer to what the gate `asked`.
 
     Raises:
         DataError: a user's gate returned something else than one bool or number per position.

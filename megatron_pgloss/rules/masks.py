@@ -41,7 +41,7 @@ def zero_advantage(batch: TokenBatch, mask: Any) -> Tensor:
 
 
 def not_positive(batch: TokenBatch, mask: Any) -> Tensor:
-    """Tokens whose advantage is not above 0; NaN is not."""
+    """Tokens whose advantage is not above 0, or is NaN."""
     return ~(batch.streams["advantages"] > 0)
 
 
@@ -51,7 +51,7 @@ def unmarked(batch: TokenBatch, mask: UserMask) -> Tensor:
 
 
 def apply(mask: Mask, batch: TokenBatch) -> Verdict:
-    """Which tokens the mask leaves."""
+    """The verdict of a mask: which tokens it leaves."""
     return Verdict(passes=~TAKEN[mask.kind](batch, mask))
 
 

@@ -22,7 +22,7 @@ class Verdict:
 
 
 def both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """``one * other``, of truths ``one & other``, where None says nothing."""
+    """``one * other``, which is ``one & other`` of two bools; None says nothing, and leaves the other as it is."""
     if one is None or other is None:
         return other if one is None else one
     return one * other

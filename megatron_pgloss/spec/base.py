@@ -36,7 +36,7 @@ class Part(BaseModel):
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickling by fields: the spec travels to spawned processes and through broadcasts.
         fields = {name: getattr(self, name) for name in type(self).model_fields}
-        # A read-only view does not pickle; what it shows does.
+        # A read-only view of a mapping does not pickle; a dict of the same content does.
         return _rebuild, (
             type(self),
             {name: dict(value) if isinstance(value, MappingProxyType) else value for name, value in fields.items()},
@@ -66,11 +66,11 @@ def _as_spec_error(owner: str, error: ValidationError) -> SpecError:
     if isinstance(cause, SpecError):
         return cause
     place = _place(first)
-    # A number or a name: pydantic says of each why it is none, and all of it is the answer.
+    # For a field of several types (a number or a name, say) pydantic has a message each; all are the answer.
     said = dict.fromkeys(item["msg"] for item in found if _place(item) == place)
     got = first.get("input")
     context = first.get("ctx", {})
-    # The allowed words stand in quotes, under one key or the other; of a union the word is the tag.
+    # The allowed words stand in quotes, under one key or the other; for a union they are its tags.
     words = re.findall(r"'(\w+)'", str(context.get("expected") or context.get("expected_tags") or ""))
     hint = nearest(str(context.get("tag", got)), words) if words else None
     # A number of thousands of digits has no text.

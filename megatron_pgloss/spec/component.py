@@ -27,7 +27,8 @@ class Component(Kind):
     units: Literal["counted", "all"] = "counted"
     """Whether a unit without a counted token counts at its level."""
     divide_by: Literal["tokens", "weights"] = "tokens"
-    """Token counts, or the sum of the component's user weights over the counted tokens."""
+    """What stands for the number of counted tokens: that number itself, or the sum of the component's user weights over
+    them."""
     count_rejected: Flag = True
     """Whether the tokens that a correction or gate rejected stay counted in the denominators; those that a mask took
     never do."""
@@ -44,7 +45,7 @@ class Component(Kind):
 
     @property
     def over(self) -> Literal["action", "observation"]:
-        """The tokens it is defined on, before rules."""
+        """The tokens that it runs over, before rules."""
         return "action"
 
     @property
@@ -69,7 +70,7 @@ class Component(Kind):
 
     @property
     def joins_ratio(self) -> bool:
-        """Whether that ratio is another than the token's own."""
+        """Whether its ratio is another than the token's own pi/old."""
         return False
 
     @property

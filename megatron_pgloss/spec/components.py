@@ -36,9 +36,9 @@ class KL(Component):
     estimator: Literal["k1", "k2", "k3", "abs", "exact"] = "k3"
     gradient: Literal["plain", "k2", "weighted"] = "plain"
     to: Literal["ref", "old", "rollout"] = "ref"
-    """What pi is compared with."""
+    """The policy that pi is compared with."""
     base: Literal["old", "rollout"] = "old"
-    """Which policy the tokens were sampled from, for the weight of ``weighted``."""
+    """The policy that sampled the tokens, in the denominator of the weight of ``weighted``."""
 
     @model_validator(mode="after")
     def _exact_alone(self) -> KL:
@@ -52,7 +52,7 @@ class KL(Component):
 
     @property
     def takes_exp(self) -> bool:
-        """In k3, and in the weight of ``weighted``."""
+        """Whether the estimate has an exp: k3 has, and the weight of ``weighted``."""
         return self.estimator == "k3" or self.gradient == "weighted"
 
     @property
@@ -64,11 +64,11 @@ class KL(Component):
 
     @property
     def reports(self) -> tuple[str, ...]:
-        """What it adds to the metrics of all."""
+        """The metrics of this kind, beside those of every component."""
         return ("kl",)
 
     def formula(self, base: str = "old") -> str:
-        """The estimate, and its gradient where that is another's."""
+        """The estimate, and its gradient where it is that of another estimate."""
         if self.estimator == "exact":
             return "sum_v pi_v (log pi_v - log ref_v)"
         value = {"k1": "d", "k2": "d^2/2", "k3": "exp(-d) + d - 1", "abs": "|d|"}[self.estimator]
@@ -77,7 +77,7 @@ class KL(Component):
         return f"{value}, gradient of d^2/2" if self.gradient == "k2" and self.estimator != "k2" else value
 
     def definitions(self, base: str = "old") -> tuple[str, ...]:
-        """d, and r where the estimate is weighted."""
+        """What d is, and r where the estimate is weighted."""
         if self.estimator == "exact":
             return ()
         weight = (f"r = pi/{letter(self.base, base)}",) if self.gradient == "weighted" else ()
@@ -97,11 +97,11 @@ class Entropy(Component):
 
     @property
     def reports(self) -> tuple[str, ...]:
-        """What it adds to the metrics of all."""
+        """The metrics of this kind, beside those of every component."""
         return ("entropy",)
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return "-H(pi)"
 
 
@@ -118,25 +118,26 @@ class CrossEntropy(Component):
 
     @property
     def reports(self) -> tuple[str, ...]:
-        """What it adds to the metrics of all."""
+        """The metrics of this kind, beside those of every component."""
         return ("nll",)
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return "-log pi on observations"
 
 
 class TopKDistill(Component):
-    """Divergence from a teacher that gave its log-probs at k ids of every token: its top-k, as a rule.
+    """Divergence from a teacher that gave its log-probs at k ids of every token, usually its top-k.
 
-    q are the teacher's and p the policy's probabilities on these ids K, Q and P their sums. ``forward`` with
-    ``tail="drop"`` is ``sum_K q (log q - log p)`` (verl's forward_kl_topk): the tail adds nothing, and the least value
-    draws all of the policy's mass into K. ``tail="renormalize"`` takes q/Q and p/P in their place (NeMo-RL) and says
-    nothing on P. ``reverse`` is ``sum_K (p/P) (log p/P - log q/Q)``; unless renormalised, it would reward leaving K.
+    q and p are the teacher's and the policy's probabilities of these ids K; Q and P are their sums over K. ``forward``
+    with ``tail="drop"`` is ``sum_K q (log q - log p)`` (verl's forward_kl_topk): the tail adds nothing, and minimising
+    it draws all of the policy's mass into K. ``tail="renormalize"`` takes q/Q and p/P in their place (NeMo-RL) and
+    leaves P free. ``reverse`` is ``sum_K (p/P) (log p/P - log q/Q)``; without P and Q it would reward leaving K.
 
     The teacher's numbers are two streams of the batch, ``streams={"teacher_ids": int64 [B, L, k] (-1 where a token has
     fewer), "teacher_logprobs": float [B, L, k]}``; the policy's come from ``token_logprobs(..., chosen_ids=
-    micro.wide(spec.chosen))``. A token without ids gives 0. Teacher and policy stand under the same temperature.
+    micro.wide(spec.chosen))``. A token without ids gives 0. Give the teacher's log-probs at the temperature at which
+    the policy is scored.
     """
 
     kind: Literal["topk_distill"] = "topk_distill"
@@ -162,7 +163,7 @@ class TopKDistill(Component):
 
     @property
     def over(self) -> Literal["action", "observation"]:
-        """As chosen by ``on``."""
+        """The tokens that ``on`` chooses."""
         return self.on
 
     @property
@@ -177,11 +178,11 @@ class TopKDistill(Component):
 
     @property
     def reports(self) -> tuple[str, ...]:
-        """What it adds to the metrics of all."""
+        """The metrics of this kind, beside those of every component."""
         return ("divergence", "teacher_mass", "policy_mass")
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         p, q = ("pi_v", "q_v") if self.tail == "drop" else ("pi_v/pi_K", "q_v/q_K")
         first, second = (q, p) if self.direction == "forward" else (p, q)
         return f"sum_{{v in K}} {first} (log {first} - log {second})"
@@ -201,7 +202,7 @@ class Value(Component):
     kind: Literal["value"] = "value"
     name: Name = "value"
     clip: Positive | None = None
-    """Largest step of the value that is rewarded, in its own units; None: no clip."""
+    """How far V may move from V_old before the clip acts, in the units of the value; None: no clip."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -210,16 +211,16 @@ class Value(Component):
 
     @property
     def reads_logprobs(self) -> bool:
-        """It reads none."""
+        """Always false."""
         return False
 
     @property
     def reports(self) -> tuple[str, ...]:
-        """What it adds to the metrics of all."""
+        """The metrics of this kind, beside those of every component."""
         return ("value", "returns", "value_error", "value_clipped")
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         if self.clip is None:
             return "(V - R)^2 / 2"
         c = f"{self.clip:g}"
@@ -246,17 +247,17 @@ class Term(Function, Component):
 
     @property
     def over(self) -> Literal["action", "observation"]:
-        """As chosen by ``on``."""
+        """The tokens that ``on`` chooses."""
         return self.on
 
     @property
     def takes_exp(self) -> bool:
-        """It may read ``x.ratio``: nothing is known of it."""
+        """Always true: the function may read ``x.ratio``."""
         return True
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """What it says that it needs."""
+        """The streams that ``needs`` names."""
         return self.needed
 
     def formula(self, base: str = "old") -> str:

@@ -13,8 +13,8 @@ def check(spec: SpecFields) -> None:
     """Refuse parts that contradict each other.
 
     Raises:
-        SpecError: a rule acts on no component, a component counts what it does not run over, two teachers, kept sets
-            with what they exclude, a correction by an ``old`` that there is not.
+        SpecError: a rule names an unknown component, a component counts tokens that it does not run over, there are two
+            teachers, kept sets meet a part that they exclude, a correction reads an old stream that is not there.
     """
     _scopes(spec)
     for component in spec.components:

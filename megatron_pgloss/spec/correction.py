@@ -1,4 +1,4 @@
-"""What all corrections share."""
+"""The base classes of corrections: what all of them share."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RatioCorrection(CorrectionKind):
 
     @property
     def ratio_of(self) -> Literal["old", "policy"]:
-        """As ``of`` says."""
+        """The value of ``of``."""
         return self.of
 
     @property

@@ -34,7 +34,7 @@ class TruncatedIS(RatioCorrection):
     kind: Literal["truncated_is"] = "truncated_is"
     level: Literal["token", "sequence", "turn", "geometric", "turn_geometric"] = "token"
     low: Distance = 0.0
-    """Weights below are raised to it; 0 is off."""
+    """Weights below it are raised to it; with 0 none is."""
     high: Positive = 2.0
     normalize: Flag | Literal["sequence"] = False
     """Divide by the mean weight of the global batch, over the trained tokens (level token) or over the units that have
@@ -43,7 +43,7 @@ class TruncatedIS(RatioCorrection):
 
     @property
     def weighs(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     @model_validator(mode="after")
@@ -55,7 +55,7 @@ class TruncatedIS(RatioCorrection):
 
     @property
     def normalizes(self) -> bool:
-        """As ``normalize`` says, over the batch; within a sequence nothing is decided over the step."""
+        """Whether the mean is over the global batch; the mean within a sequence (``normalize="sequence"``) is not."""
         return self.normalize is True
 
     @property
@@ -72,11 +72,11 @@ class TruncatedIS(RatioCorrection):
 
     @property
     def reason(self) -> str:
-        """Its name."""
+        """Its name in reports."""
         return f"{self.level} IS"
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         over = {"token": "", "sequence": "prod_seq ", "turn": "prod_turn ", "geometric": "geomean_seq "}
         r = over.get(self.level, "geomean_turn ") + self._r
         weight = f"min({r}, {self.high:g})" if not self.low else f"clip({r}, {self.low:g}, {self.high:g})"
@@ -96,21 +96,21 @@ class IcePop(RatioCorrection):
 
     @property
     def weighs(self) -> bool:
-        """As ``weight`` says."""
+        """The value of ``weight``."""
         return self.weight
 
     @property
     def rejects(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     @property
     def reason(self) -> str:
-        """Its name."""
+        """Its name in reports."""
         return "icepop band"
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         times = f"times {self._r}, " if self.weight else ""
         return f"{times}reject the token where {self._r} is outside [{self.low:g}, {self.high:g}]"
 
@@ -135,16 +135,16 @@ class RatioMask(RatioCorrection):
 
     @property
     def joined_by(self) -> Literal["sum", "mean"]:
-        """The logarithms of a product, or of a geometric mean."""
+        """``sum`` of the logarithms for a product of ratios, ``mean`` for their geometric mean."""
         return "mean" if self.mean == "geometric" else "sum"
 
     @property
     def reason(self) -> str:
-        """Its name."""
+        """Its name in reports."""
         return f"{self.unit} {self.mean} mask"
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         joined = "geomean" if self.mean == "geometric" else "prod"
         return f"reject the {self.unit} where {joined} of {self._r} is outside [{self.low:g}, {self.high:g}]"
 
@@ -180,16 +180,16 @@ class Reject(RatioCorrection):
 
     @property
     def joined_by(self) -> Literal["mean", "sum", "max"]:
-        """As ``statistic`` says."""
+        """The value of ``statistic``."""
         return self.statistic
 
     @property
     def reason(self) -> str:
-        """Its name."""
+        """Its name in reports."""
         return f"{self.estimator} {self.statistic} over {self.unit}"
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         value = f"{self.statistic} of {self.estimator}" if self.unit != "token" else self.estimator
         limits = f"> {self.high:g}" if self.low is None else f"outside [{self.low:g}, {self.high:g}]"
         return f"reject the {self.unit} where {value} (r = {self._r}) is {limits}"
@@ -210,11 +210,11 @@ class Veto(RatioCorrection):
 
     @property
     def reason(self) -> str:
-        """Its name."""
+        """Its name in reports."""
         return f"{self.unit} veto"
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         above = "" if self.high is None else f" or > {self.high:g}"
         return f"reject the {self.unit} where any {self._r} is < {self.low:g}{above}"
 
@@ -243,11 +243,11 @@ class Staleness(CorrectionKind):
 
     @property
     def reason(self) -> str:
-        """Its name."""
+        """Its name in reports."""
         return "stale"
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return f"reject the {self.level} sampled more than {self.max_lag} versions ago"
 
 

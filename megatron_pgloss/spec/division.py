@@ -1,4 +1,4 @@
-"""Who is divided by what: the weight of one token under a component's normaliser, as a formula and in words."""
+"""The weight of one token under a component's normaliser, as a formula and in words."""
 
 from __future__ import annotations
 

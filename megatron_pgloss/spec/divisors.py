@@ -18,7 +18,7 @@ _STEEPEST = 16
 
 @dataclass(frozen=True)
 class Divisor:
-    """What is asked of a divisor. ``count``: how many units of the level the unit above holds."""
+    """The interface of a divisor. ``count`` is the number of units of its level in one unit of the level above."""
 
     reads: ClassVar[Literal["count", "average", "nothing"]] = "count"
     """What it is made of: the count of each unit above, the mean of these counts over the step, or nothing."""
@@ -32,7 +32,7 @@ class Divisor:
         """The divisor that ``word`` writes, or None where the word is no form of this kind.
 
         Raises:
-            SpecError: it is, with a number that does not fit.
+            SpecError: the word is such a form, but its number does not fit.
         """
         raise NotImplementedError(f"{cls.__name__} cannot be read")
 
@@ -83,11 +83,11 @@ class Power(Divisor):
         return count**self.exponent
 
     def plain(self, count: str) -> str:
-        """As in ``sqrt(n)``."""
+        """The root or power of ``count`` as text, such as ``sqrt(n)``."""
         return {1.0: count, 0.5: f"sqrt({count})"}.get(self.exponent, f"{count}^{self.exponent:g}")
 
     def latex(self, count: str, unit: str) -> str:
-        """As in the square root of n."""
+        """The root or power of ``count`` in LaTeX."""
         known = {1.0: count, 0.5: rf"\sqrt{{{count}}}"}
         return known.get(self.exponent, rf"({count})^{{{self.exponent:g}}}")
 
@@ -113,11 +113,11 @@ class Average(Divisor):
         return count
 
     def plain(self, count: str) -> str:
-        """As in ``mean of n``."""
+        """The mean as text, such as ``mean of n``."""
         return f"mean of {count}"
 
     def latex(self, count: str, unit: str) -> str:
-        """An n with a bar."""
+        """The mean in LaTeX, an n with a bar."""
         return rf"\overline{{n}}^{{\,\mathrm{{{unit}}}}}"
 
 
@@ -155,7 +155,7 @@ class Constant(Divisor):
 
 
 DIVISORS: tuple[type[Divisor], ...] = tuple(sorted(Divisor.__subclasses__(), key=lambda kind: kind is Constant))
-"""Every kind of divisor; the number is tried last, as any other word is no number."""
+"""Every kind of divisor. `Constant` is tried last, because it refuses any word that is no number."""
 COUNT = Power(1.0)
 """What a mean divides by."""
 

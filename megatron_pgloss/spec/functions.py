@@ -23,7 +23,7 @@ StreamName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$", max_length
 Functions = Mapping[str, Callable[[Any], Any]]
 """Name in a file to the function that it stands for."""
 DEEPEST = 16
-"""Tables and lists inside one another that a spec may be read from; its own needs five."""
+"""How deep tables and lists may be nested in the data of a spec; a valid spec needs five levels."""
 
 
 class Statistic(Part):
@@ -44,9 +44,9 @@ class Statistic(Part):
 class Function(Part):
     """A part that calls ``fn(x)``; ``x`` holds the streams of one micro-batch (`megatron_pgloss.objective.Streams`).
 
-    ``needs`` names the optional streams that ``fn`` reads (of the table in docs/conventions.md, ``advantage`` among
-    them, or of the user's own): absent ones are then reported when the step is planned. ``entropy`` there has the
-    entropy computed. ``statistics`` are taken before ``fn`` runs, which it does once per micro-batch.
+    ``needs`` names the optional streams that ``fn`` reads: streams of the table in docs/conventions.md (``advantage``
+    for the advantages), or the user's own. The plan then reports one that is absent. ``"entropy"`` in ``needs`` has the
+    entropy computed. ``statistics`` are taken before ``fn`` runs; it runs once per micro-batch.
     """
 
     fn: Callable[[Any], Any]
@@ -87,10 +87,10 @@ class Function(Part):
 
 
 def looked_up(data: Any, functions: Functions | None, depth: int = 0) -> Any:
-    """Plain data with every function's name replaced by what it stands for.
+    """Plain data with every function's name replaced by the function that it stands for.
 
     Raises:
-        SpecError: a name that ``functions`` does not have, or tables nested deeper than a spec's are.
+        SpecError: ``functions`` does not have a name, or tables are nested deeper than those of a spec.
     """
     if depth > DEEPEST:
         raise SpecError("a spec is not nested so deeply", expected=f"at most {DEEPEST} tables and lists in one another")

@@ -43,8 +43,9 @@ class GateKind(Rule):
 class TVGate(GateKind):
     """Total-variation trust region on the sampled token (DPPO-TV 2602.04879).
 
-    ``sides="advantage"``: dropped where ``A > 0 and pi - base > high`` or ``A < 0 and pi - base < -low``: what would
-    leave the region further. ``sides="both"``: whatever the sign of A (prime-rl's IPO); a side of None is open.
+    ``sides="advantage"`` drops a token where ``A > 0 and pi - base > high`` or ``A < 0 and pi - base < -low``: the
+    update would carry it further out of the region. ``sides="both"`` drops it beyond either bound, whatever the sign of
+    A (prime-rl's IPO). A bound of None is no bound.
     """
 
     kind: Literal["tv"] = "tv"
@@ -69,7 +70,7 @@ class TVGate(GateKind):
         return (self.base, *(("advantages",) if self.sides == "advantage" else ()))
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         b = letter(self.base, base)
         if self.sides == "both":
             low = "-inf" if self.low is None else f"-{self.low:g}"
@@ -82,8 +83,8 @@ class TVGate(GateKind):
 
 
 class KLGate(GateKind):
-    """Binary-KL trust region on the sampled token (DPPO-KL 2602.04879): with ``D = b log(b/pi) + (1-b) log((1-b)/(1-
-    pi))``, b = base, dropped where ``D > threshold`` and ``(A > 0 and pi > b) or (A < 0 and pi < b)``.
+    """Binary-KL trust region on the sampled token (DPPO-KL 2602.04879): a token is dropped where ``D > threshold`` and
+    ``(A > 0 and pi > b) or (A < 0 and pi < b)``, with ``D = b log(b/pi) + (1-b) log((1-b)/(1-pi))`` and b = base.
     """
 
     kind: Literal["binary_kl"] = "binary_kl"
@@ -97,7 +98,7 @@ class KLGate(GateKind):
         return (self.base, "advantages")
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         b = letter(self.base, base)
         binary = f"KL of ({b}, 1 - {b}) to (pi, 1 - pi) > {self.threshold:g}"
         return f"drop the token where {binary} and (A > 0 and pi > {b}, or A < 0 and pi < {b})"
@@ -125,7 +126,7 @@ class RatioGate(GateKind):
         return (self.base,)
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return f"drop the token where pi/{letter(self.base, base)} is outside [{self.low:g}, {self.high:g}]"
 
 
@@ -151,7 +152,7 @@ class SequenceGate(GateKind):
         return self.unit
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         gap = f"mean_{SHORT_UNIT[self.unit]} (log {letter(self.base, base)} - log pi)"
         return f"drop the token where A < 0 and {gap} > {self.threshold:g}"
 
@@ -170,19 +171,19 @@ class EntropyGate(GateKind):
         return ("entropy",)
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return f"keep the {self.share:g} of tokens with the largest H(pi) of the step"
 
     @property
     def needs_statistics_pass(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
 
 class SecondMomentGate(GateKind):
-    """M2PO (2510.01161): tokens are dropped, largest ``(log pi - log base)^2`` first, until the mean of it over the
-    rest of the step is at most ``threshold``; only those that the loss would pull outwards (``A > 0 and pi > base``,
-    ``A < 0 and pi < base``) count and can be dropped. Needs the statistics pass.
+    """M2PO (2510.01161): of the tokens that the loss pulls outwards (``A > 0 and pi > base``, ``A < 0 and pi < base``),
+    those of largest ``(log pi - log base)^2`` are dropped first, until its mean over the outward tokens left in the
+    step is at most ``threshold``. Other tokens neither count nor can be dropped. Needs the statistics pass.
     """
 
     kind: Literal["second_moment"] = "second_moment"
@@ -195,23 +196,23 @@ class SecondMomentGate(GateKind):
         return (self.base, "advantages")
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         largest = f"largest (log pi - log {letter(self.base, base)})^2 first"
         return f"drop outward tokens, {largest}, until its mean over the others is at most {self.threshold:g}"
 
     @property
     def needs_statistics_pass(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
 
 class CovarianceGate(GateKind):
-    """Tokens by their covariance ``(A - mean A)(log pi - mean log pi)`` over the member tokens of the step
+    """Tokens are selected by their covariance ``(A - mean A)(log pi - mean log pi)`` over the member tokens of the step
     (2505.22617). Needs the statistics pass.
 
-    ``select="band"``: of the tokens with covariance in ``[low, high]``, a number of ``share`` times all members, drawn
-    at random by sample id and position (Clip-Cov). ``select="top"``: the ``share`` of largest covariance (KL-Cov).
-    ``effect="drop"``: the selected ones are dropped; ``"keep"``: all others are (a KL term on the selected ones alone).
+    ``select="band"`` draws ``share`` times the number of members from the tokens with covariance in ``[low, high]``, at
+    random by sample id and position (Clip-Cov); ``select="top"`` takes the ``share`` of largest covariance (KL-Cov).
+    ``effect="drop"`` drops the selected tokens, ``"keep"`` drops all others (for a KL term on the selected ones alone).
     """
 
     kind: Literal["covariance"] = "covariance"
@@ -221,7 +222,7 @@ class CovarianceGate(GateKind):
     high: Finite = 5.0
     effect: Literal["drop", "keep"] = "drop"
     seed: Whole = 0
-    """Of the draw; the same seed selects the same tokens on every layout."""
+    """Seed of the draw; the same seed selects the same tokens on every layout."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -234,7 +235,7 @@ class CovarianceGate(GateKind):
         return ("sample_ids",) if self.select == "band" else ()
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         of = "c = (A - mean A) (log pi - mean log pi)"
         band = f"{of} in [{self.low:g}, {self.high:g}], drawn with seed {self.seed}"
         share = f"{self.share:g} of the tokens, {f'largest {of}' if self.select == 'top' else band}"
@@ -242,13 +243,13 @@ class CovarianceGate(GateKind):
 
     @property
     def needs_statistics_pass(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
 
 class Gate(Function, GateKind):
-    """A gate of the user's own: ``fn(x) -> [T]``: bool, true keeps; or float, a constant factor of the term (a soft
-    gate). Held fixed either way.
+    """A gate of the user's own, ``fn(x) -> [T]``: a bool, true where the token stays; or a float, a constant factor of
+    the term (a soft gate). No gradient passes through either.
 
     Args (positional allowed):
         fn: the function.
@@ -259,7 +260,7 @@ class Gate(Function, GateKind):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """What it says that it needs."""
+        """The streams that ``needs`` names."""
         return self.needed
 
     @property
@@ -268,7 +269,7 @@ class Gate(Function, GateKind):
         return self.to_import_path().rpartition(":")[2]
 
     def formula(self, base: str = "old") -> str:
-        """Its name."""
+        """The function's name."""
         return f"times sg({self.to_import_path()})"
 
 

@@ -1,4 +1,4 @@
-"""Under which distribution the policy's tokens are scored, where the sampler could not draw every token."""
+"""The distribution under which the policy's tokens are scored, where the sampler could not draw every token."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from megatron_pgloss.spec.base import Part
 class KeptSet(Part):
     """Score the policy's tokens on the set K that the sampler drew from: log-prob, entropy and KL renormalised on it.
 
-    The set of a token is what top-k, top-p, min-p or a grammar left of the vocabulary; other tokens (observations, say)
-    keep the whole of it.
+    The set of a token is the part of the vocabulary that top-k, top-p, min-p or a grammar left. Tokens that the policy
+    did not sample, such as observations, are scored on the whole vocabulary.
     """
 
     source: Literal["recorded", "recomputed"]
     """``recorded``: the batch's ``kept_sets``, the sampler's own; a token without any was drawn from the whole
     vocabulary. ``recomputed``: from the scored model's logits, by the batch's temperature, ``top_k``, ``top_p`` and
-    ``min_p``; ties at a threshold are kept, all of them."""
+    ``min_p``; all ties at a threshold are kept."""
     outside: Literal["refuse", "drop", "add"] = "refuse"
-    """A sampled token that is not in its set: an error that names it; or it leaves the components over actions; or it
-    joins its set."""
+    """What becomes of a sampled token that is not in its set. ``refuse``: an error names it. ``drop``: it leaves the
+    components over actions. ``add``: it joins its set."""
     top_p_of: Literal["top_k", "top_k_min_p", "all"] = "top_k"
-    """Recomputed: what top-p's share is of, which is all that the order of the three can change. What top-k left
-    (transformers; SGLang where min-p is on); what top-k and min-p left (vLLM); the whole vocabulary (SGLang's joint
-    filter where min-p is off)."""
+    """For recomputed sets: the tokens whose probability top-p's share is of, which is all that the order of the three
+    filters can change. ``top_k``: those that top-k left (transformers; SGLang where min-p is on). ``top_k_min_p``:
+    those that top-k and min-p left (vLLM). ``all``: the whole vocabulary (SGLang's joint filter where min-p is off)."""
 
     @property
     def reason(self) -> str:

@@ -1,8 +1,8 @@
 """Kinds: parts of a spec that come in several forms, told apart by their field ``kind``.
 
-The class of a kind is the one home of what is known about it. A family (`megatron_pgloss.spec.families`) is a class
-derived from `Kind`, its kinds are the classes derived from that; what a spec may hold, TOML, suggestions, equations,
-the tables of the docs and the tests are all made by asking them.
+The class of a kind holds everything that is known about it. A family (`megatron_pgloss.spec.families`) is a class
+derived from `Kind`, and its kinds are the classes derived from the family. The types of a spec's fields, TOML,
+suggestions, equations, the tables of the docs and the tests are all made from these classes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_pgloss.spec.base import Part
 
 
 class Kind(Part):
-    """What is asked of a kind, whatever its family. A kind overrides what is not so for it."""
+    """The interface of a kind, whatever its family. A default is what holds for most kinds; others override it."""
 
     kind: str
     """Its name in TOML, metrics and errors."""
@@ -46,12 +46,12 @@ class Kind(Part):
 
     @property
     def statistic_reads(self) -> tuple[str, ...]:
-        """Of what it `reads`, what its statistic takes from every token of the unit: the log-probs."""
+        """The part of `reads` that its statistic takes from every token of the unit; by default the log-probs."""
         return tuple(name for name in self.reads if name in ("ratio", "old", "rollout", "ref"))
 
     @property
     def asks_units(self) -> bool:
-        """Whether it may ask for a statistic over units; of a user's own function nothing else is known."""
+        """Whether it may ask for a statistic over units; a user's own function may always."""
         return self.statistic_unit is not None
 
     @property
@@ -60,7 +60,7 @@ class Kind(Part):
         return False
 
     def formula(self, base: str = "old") -> str:
-        """What it computes, as one line of plain text with its numbers; LaTeX is made from it.
+        """The formula as one line of plain text with its numbers; LaTeX is made from it.
 
         Args:
             base: the letter of the base of the ratio.
@@ -81,11 +81,11 @@ def kinds(family: type[Kind]) -> tuple[type[Kind], ...]:
 
 
 def name_of(kind: type[Kind]) -> str:
-    """The word in ``kind`` of a class; empty where it has none and so is a family."""
+    """The value of ``kind`` of a class; empty where it has none, so that the class is a family."""
     default = kind.model_fields["kind"].default
     return default if isinstance(default, str) else ""
 
 
 def one_of(family: type[Kind]) -> Any:
-    """The type of a field that holds any kind of the family; call it behind the last of its classes."""
+    """The type of a field that holds any kind of the family; call it after the last of its classes is defined."""
     return Annotated[functools.reduce(operator.or_, kinds(family)), Field(discriminator="kind")]

@@ -102,7 +102,7 @@ def normalizer(path: Path) -> str:
 
 
 def latex(spec: LossSpec) -> str:
-    """The spec as an ``aligned`` block, a line a component and a line a rule."""
+    """The spec as an ``aligned`` block, with one line per component and one per rule."""
     base = BASES[spec.old]
     lines = [r"\mathcal{L} &= " + " + ".join(rf"{part.coef:g}\,{_name(part)}" for part in spec.components)]
     for part in spec.components:
@@ -117,7 +117,7 @@ def latex(spec: LossSpec) -> str:
 
 
 def of_rule(rule: Kind, base: str) -> str:
-    """What a correction or gate does."""
+    """The formula of a correction or gate in LaTeX."""
     return translate(rule.formula(base), rule.symbols)
 
 

@@ -1,4 +1,4 @@
-"""The levels that a normaliser may name: who contains whom, from the outermost to the token."""
+"""The levels that a normaliser may name, from the outermost to the token; a unit of one contains units of the next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Level:
     letter: str
     """Its index in LaTeX."""
     keyed: bool = False
-    """Whether one unit may lie on several ranks, so that it has a key to be known by; else it lies in one row."""
+    """Whether a unit may lie on several ranks, which then know it by a key; else a unit lies in one row."""
 
 
 LEVELS = (

@@ -123,8 +123,8 @@ class LossSpec(SpecFields):
 
     @property
     def field_readers(self) -> dict[str, tuple[str, ...]]:
-        """Optional field of the batch beside its streams (``terminations``, ``sample_ids``, ``versions``) to those who
-        read it.
+        """Optional field of the batch beside its streams (``terminations``, ``sample_ids``, ``versions``) to the parts
+        that read it.
         """
         return reads.field_readers(self)
 
@@ -159,13 +159,13 @@ class LossSpec(SpecFields):
 
     @property
     def version_readers(self) -> tuple[str, ...]:
-        """Who reads the versions of the tokens."""
+        """The parts of the spec that read the versions of the tokens."""
         return self.field_readers.get("versions", ())
 
     def corrections_on(self, component: Component, *, late: bool) -> tuple[Correction, ...]:
         """The corrections that act on ``component``: at plan time, or (``late``) inside the loss.
 
-        Late are those of the policy's own log-probs, and those of an ``old`` that is made from them.
+        A correction acts late where it reads the policy's own log-probs, or an ``old`` that is made from them.
         """
         return tuple(rule for rule in self.corrections if rule.acts_on(component) and self.is_late(rule) == late)
 
@@ -223,7 +223,7 @@ class LossSpec(SpecFields):
             functions: as in `from_dict`: ``{"my.loss:fn": fn}``.
 
         Raises:
-            SpecError: no such file, not TOML, or as for a spec made by hand; it names the file.
+            SpecError: the file does not exist, is not TOML, or holds a spec that is refused; the error names the file.
         """
         data, place = toml.read(source)
         try:

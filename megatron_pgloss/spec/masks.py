@@ -39,7 +39,7 @@ class DropTruncated(MaskKind):
         return "truncated"
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return "drop tokens of truncated sequences"
 
 
@@ -64,7 +64,7 @@ class DropZeroAdvantage(MaskKind):
         return "zero advantage"
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return "drop tokens where A = 0"
 
 
@@ -89,7 +89,7 @@ class KeepPositiveAdvantage(MaskKind):
         return "advantage not positive"
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return "keep tokens where A > 0"
 
 
@@ -108,7 +108,7 @@ class UserMask(MaskKind):
 
     @property
     def reads_mask(self) -> str:
-        """Its name."""
+        """The name of the user's mask."""
         return self.name
 
     @property
@@ -117,7 +117,7 @@ class UserMask(MaskKind):
         return f"mask {self.name}"
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return f"keep tokens where mask {self.name} is true"
 
 

@@ -5,8 +5,8 @@
     unit    := a name of `megatron_pgloss.spec.levels`
     divisor := a form of `megatron_pgloss.spec.divisors`
 
-Every path is a per-token weight (design: the one idea). Sources of the named ones: token mean, DAPO 2503.14476
-eq. 8; sequence mean, GRPO 2402.03300 eq. 3; constant budget, Dr. GRPO 2503.20783 section 3.2.
+Every path is a per-token weight. Sources of the named ones: token mean, DAPO 2503.14476 eq. 8; sequence mean, GRPO
+2402.03300 eq. 3; constant budget, Dr. GRPO 2503.20783 section 3.2.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALIASES = {
     "episode-mean": "mean(episode) > mean(token)",
     "prompt-mean": "mean(prompt) > mean(token)",
 }
-"""verl's mode names, the same in all its versions, and short names; underscores do as well."""
+"""verl's mode names that mean the same in all its versions, and short names; hyphens may be underscores."""
 _NORM = "seq-mean-token-sum-norm"
 _REFUSED = {
     _NORM: "its default divisor is the padded width, which changes with padding; write "
@@ -51,7 +51,7 @@ class Step:
     unit: str
     """Name of the level."""
     divisor: Divisor | None = None
-    """What the sum over it is divided by; None: a plain sum."""
+    """The divisor of the sum over it; None: a plain sum."""
 
     def __str__(self) -> str:
         head = f"{self.operation}({self.unit})"
@@ -81,7 +81,8 @@ def parse(text: str) -> Path:
             (``verl<=0.7.0:seq-mean-token-sum-norm/4096``).
 
     Raises:
-        SpecError: unknown word, levels not strictly descending, last level not token, divisor not positive.
+        SpecError: a word is unknown, the levels do not strictly descend, the last level is not token, or a divisor is
+            not positive.
     """
     if not isinstance(text, str) or len(text) > _LONGEST:
         got = f"{len(text)} characters" if isinstance(text, str) else type(text).__name__

@@ -68,47 +68,47 @@ class PolicyGradient(Component):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """What surrogate and ratio read."""
+        """The streams that surrogate and ratio read."""
         ratio = "ratio" in self.surrogate.reads and self.ratio != "none"
         found = [name for name in self.surrogate.reads if name != "ratio"]
         return tuple(dict.fromkeys((*(("old",) if ratio else ()), *found, *(self.axis.reads if self.axis else ()))))
 
     @property
     def joins_ratio(self) -> bool:
-        """By its ratio axis."""
+        """Whether its ratio axis is another than ``token``."""
         return self.ratio != "token"
 
     @property
     def clips(self) -> bool:
-        """As the surrogate says."""
+        """Whether the surrogate has bounds."""
         return self.surrogate.bounds
 
     @property
     def follows_policy(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     @property
     def takes_exp(self) -> bool:
-        """Where it has a ratio."""
+        """Whether it has a ratio, which is an exp."""
         return self.has_ratio
 
     @property
     def moves_at_zero_advantage(self) -> bool:
-        """As the surrogate says."""
+        """Whether the surrogate moves the policy where A = 0."""
         return self.surrogate.moves_at_zero_advantage
 
     @property
     def needs_statistics_pass(self) -> bool:
-        """As the surrogate says: it may read all sequences of a prompt at once, which the pass brings together."""
+        """Whether the surrogate does: it may read all sequences of a prompt at once, which the pass gathers."""
         return self.surrogate.needs_statistics_pass
 
     def formula(self, base: str = "old") -> str:
-        """The surrogate's."""
+        """The formula of the surrogate."""
         return self.surrogate.formula(base)
 
     def definitions(self, base: str = "old") -> tuple[str, ...]:
-        """The surrogate's, and what r and d are where it writes them."""
+        """The definitions of the surrogate, and what r and d are where its formula holds them."""
         axis = self.axis
         known = {
             "d": "log pi - log sg(pi)" if axis is None else axis.formula(base),

@@ -1,4 +1,4 @@
-"""The ratio axis: which statistic of pi/old, over which tokens, and what of it carries the gradient.
+"""The ratio axis: which statistic of pi/old, over which tokens, and which part of it carries the gradient.
 
 With d_t = log pi_t - log old_t, a ratio is ``r = exp(s)`` of a statistic s:
 
@@ -70,7 +70,7 @@ class Ratio(RatioKind):
 
     @property
     def statistic_unit(self) -> str | None:
-        """Its level, unless that is the token itself."""
+        """The ratio's level; None where that is the token itself."""
         return None if self.level == "token" else self.level
 
     def formula(self, base: str = "old") -> str:
@@ -109,11 +109,11 @@ class CustomRatio(Function, RatioKind):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """What it says that it needs."""
+        """The streams that ``needs`` names."""
         return self.needed
 
     def formula(self, base: str = "old") -> str:
-        """Its name."""
+        """The function's name."""
         return self.to_import_path()
 
 
@@ -141,7 +141,7 @@ def canonical(given: Any) -> Any:
     """The short name of a ratio that has one; anything else as it is.
 
     Raises:
-        SpecError: a word that is none of the short names.
+        SpecError: ``given`` is a word that is none of the short names.
     """
     if isinstance(given, str) and given not in SHORT:
         raise SpecError(

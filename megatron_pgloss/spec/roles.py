@@ -15,8 +15,8 @@ from megatron_pgloss.spec.numbers import Finite
 class RoleTable(Part):
     """Weight per role for components on environment-authored tokens.
 
-    ``ce=None``: every observation has weight 1. A table names the roles that are targets, with their weights;
-    naming one replaces the default whole.
+    ``ce=None``: every observation is a target of weight 1. A table replaces that default as a whole: it names the roles
+    that are targets, with their weights, and other roles are no targets.
     """
 
     ce: Mapping[str, Finite] | None = None

@@ -10,10 +10,10 @@ from megatron_pgloss.spec.kinds import Kind
 
 
 class Rule(Kind):
-    """What is asked of masks, corrections and gates beside: they act on components."""
+    """The base class of masks, corrections and gates, which act on components."""
 
     on: tuple[str, ...] | None = None
-    """Names of the components it acts on; None: as `home` says."""
+    """Names of the components it acts on; None: those that `home` names."""
 
     @property
     def home(self) -> Literal["actions", "policy gradients", "all"]:

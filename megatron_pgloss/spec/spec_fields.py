@@ -1,4 +1,4 @@
-"""The fields of a spec, and what can be said of them without looking at another part of the room."""
+"""The fields of a spec, and properties that follow from these fields alone."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Old = Literal["given", "policy", "record", "rollout", "interpolate"]
 
 
 class SpecFields(Part):
-    """What a `LossSpec` holds. Those who check, print and ask a spec take it as this."""
+    """What a `LossSpec` holds: the type that functions which check, print or ask a spec take."""
 
     components: tuple[AnyComponent, ...]
-    """At least one; names unique."""
+    """At least one component; names are unique."""
     old: Old = "given"
-    """Where the base of the ratio comes from:
+    """The source of the ratio's base:
 
     - ``given``: the batch's old stream.
-    - ``policy``: the policy itself, held fixed. The ratio is exactly 1; a batch is good for one update.
+    - ``policy``: the policy itself, held fixed. The ratio is exactly 1, and a batch may be used for one update.
     - ``record``: the policy itself in a row's first update; in later ones, the log-probs that the row had in its first.
     - ``rollout``: the sampler's stream, so that there are two policies and not three.
     - ``interpolate``: a point between the sampler's log-prob and the policy's, by how many versions ago the token was
@@ -38,7 +38,8 @@ class SpecFields(Part):
     """The policy's tokens scored on the sets that the sampler drew from; None: on the whole vocabulary."""
     roles: RoleTable = RoleTable()
     empty_sequences: Literal["refuse", "exclude"] = "refuse"
-    """A sequence that has no member of any component before rules: an error that names it, or left out and reported."""
+    """What becomes of a sequence without a member of any component before rules: an error names it (``refuse``), or it
+    is left out and reported (``exclude``)."""
     log_ratio_bound: Positive = 20.0
     """Log-ratios are bounded to plus or minus this before exp; the gradient beyond is 0 and counted."""
 

@@ -14,14 +14,14 @@ from typing import Any
 from megatron_pgloss.errors import SpecError
 
 LONGEST = 2**20
-"""Bytes of a file that is read as a spec; a long one has some thousands."""
+"""Most bytes of a file that is read as a spec; a long spec has some thousands."""
 
 
 def read(source: str | Path) -> tuple[dict[str, Any], str | None]:
     """The data of a TOML file, or of TOML text (anything that holds a line break or ``=``), and the file's name.
 
     Raises:
-        SpecError: no such file, too long, not text, or not TOML.
+        SpecError: the file does not exist, is too long, is not text, or is not TOML.
     """
     text, place = str(source), None
     if not isinstance(source, str) or ("\n" not in text and "=" not in text):

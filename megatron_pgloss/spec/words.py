@@ -52,7 +52,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "rollout_log_probs": ("rollout_logprobs",), "uid": ("prompt_ids",), "group_ids": ("prompt_ids",),
     "micro_batch_size": ("sequences",), "max_token_len": ("max_tokens",),
 }  # fmt: skip
-"""A word to what is meant, best first; the first one that is known where the word stands is named."""
+"""A word to the words that may be meant, best first; the hint names the first one that is known in that place."""
 
 
 def nearest(word: str, known: Sequence[str]) -> str | None:

@@ -1,7 +1,7 @@
 """How a batch looks to the loss: token rows as one HTML page or in the terminal, and curves as PNG.
 
-Renderers take plain data and import nothing of the package but its errors; `rows_of_plan` makes it from a plan. jinja2,
-rich and matplotlib (the ``cli`` extra) are imported when a function that needs them is called.
+Renderers take plain data and import nothing of the package but its errors; `rows_of_plan` makes this data from a plan.
+jinja2, rich and matplotlib (the ``cli`` extra) are imported when a function that needs them is called.
 """
 
 from __future__ import annotations

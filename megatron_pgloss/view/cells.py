@@ -16,18 +16,19 @@ class TokenCell:
     """One token and everything the loss knows about it."""
 
     text: str
-    """As the tokenizer decodes it, alone; what is invisible is made visible when shown."""
+    """The text that the tokenizer decodes the single token to; invisible characters are made visible when it is
+    shown."""
     role: str
-    """system, user, assistant, tool, ...: decides the colour."""
+    """system, user, assistant, tool, ...; it decides the colour."""
     author: str
-    """policy, environment, harness, ...: decides membership in the loss."""
+    """policy, environment, harness, ...; it decides which components the token is in."""
     components: Mapping[str, tuple[bool, float]]
-    """Component name to (is a member, weight w); the weight of a non-member counts nowhere."""
+    """Component name to (is a member, weight w); the weight of a non-member is not counted."""
     advantage: float | None = None
     logprob: float | None = None
-    """In nats, of this token given those before it."""
+    """Log-prob of this token given those before it, in nats."""
     reason: str | None = None
-    """Why it is out of the loss (or out of a component), in a word or two."""
+    """Why the token is out of the loss (or out of a component), in a word or two."""
 
     @property
     def members(self) -> dict[str, float]:
@@ -53,7 +54,9 @@ class TokenRow:
 
     @property
     def live(self) -> bool:
-        """Whether a trained token has an advantage other than 0, or none; of the others no policy gradient comes."""
+        """Whether a trained token has an advantage that is not 0, or no advantage at all. Other rows give no policy
+        gradient.
+        """
         return any(cell.members and cell.advantage != 0 for cell in self.tokens)
 
 
@@ -76,9 +79,9 @@ class Summary:
     largest_advantage: float
     """max |A| over finite advantages, the end of the colour scale; 0 where none is given."""
     signs: Mapping[str, str]
-    """One sign per component: stands under each of its members."""
+    """One sign per component, which is shown under each of its members."""
     letters: Mapping[str, str]
-    """One letter per reason: stands under each token that has it."""
+    """One letter per reason, which is shown under each token that has it."""
 
 
 _SIGNS = "●▲■◆▼★✚✖"
@@ -132,13 +135,13 @@ def by_prompt(rows: Sequence[TokenRow]) -> dict[str, dict[str, list[TokenRow]]]:
 
 
 def told(row: TokenRow) -> str:
-    """How many tokens of a row are trained, and whether any advantage moves them."""
+    """A text: how many tokens of a row are trained, and whether all of them have advantage 0."""
     text = f"{row.trained} of {len(row.tokens)} tokens trained"
     return text if row.live or not row.trained else f"{text}, A = 0 on all of them"
 
 
 def live_first(rows: Sequence[TokenRow]) -> list[TokenRow]:
-    """The rows, those of prompts with a live row first, and of these the live ones; else as they are."""
+    """The rows, sorted: first those of prompts with a live row, live rows before others; else in their own order."""
     prompts = {str(row.prompt) for row in rows if row.live}
     return sorted(rows, key=lambda row: (str(row.prompt) not in prompts, not row.live))
 
@@ -150,7 +153,7 @@ def segments(row: TokenRow) -> Iterator[tuple[str, str, list[tuple[int, TokenCel
 
 
 def membership(cell: TokenCell, summary: Summary) -> list[tuple[str, str]]:
-    """What stands under a token: (signs, weight), components of equal weight sharing one entry."""
+    """The marks under a token: (signs, weight), where components of equal weight share one entry."""
     shared: dict[float, str] = {}
     for name, weight in cell.members.items():
         shared[weight] = shared.get(weight, "") + summary.signs[name]
@@ -158,7 +161,7 @@ def membership(cell: TokenCell, summary: Summary) -> list[tuple[str, str]]:
 
 
 def number(value: float) -> str:
-    """Three significant digits, as short as they go: ``0.00312``, ``3.1e-5``, ``0``."""
+    """``value`` with three significant digits, in the shortest form: ``0.00312``, ``3.1e-5``, ``0``."""
     text = f"{value:.3g}".replace("-", "−")
     mantissa, _, exponent = text.partition("e")
     if not exponent:
@@ -167,7 +170,7 @@ def number(value: float) -> str:
 
 
 def signed(value: float) -> str:
-    """An advantage: its sign and two decimals, more where those would be zero; ``0`` for zero."""
+    """An advantage as its sign and two decimals, or more where two would be zero; ``0`` for zero."""
     if not value:
         return "0"
     if abs(value) < 0.005:

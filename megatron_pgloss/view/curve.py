@@ -24,7 +24,7 @@ class Curve(NamedTuple):
     x: Sequence[float]
     y: Sequence[float]
     low: Sequence[float] | None = None
-    """Lower edge of a band around the line (over seeds, say); given together with ``high``."""
+    """Lower edge of a band around the line, over seeds for example; it is given together with ``high``."""
     high: Sequence[float] | None = None
 
 
@@ -52,7 +52,7 @@ def learning_curve(
 
     Raises:
         UnsupportedError: matplotlib is not installed.
-        DataError: no series, lengths that differ, half a band, an infinite value, or no finite y.
+        DataError: there is no series, lengths differ, a band has one edge only, a value is infinite, or no y is finite.
     """
     figures = require("matplotlib.figure", "the curve")
     canvases = require("matplotlib.backends.backend_agg", "the curve")

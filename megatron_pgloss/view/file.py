@@ -1,4 +1,4 @@
-"""Writing a file at a place that others may know: what lies there is replaced, never written through."""
+"""Writing a file to a path that others may know: a file or link that lies there is replaced, never written through."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 def write(path: str | Path, content: bytes) -> Path:
     """Write ``content`` as a new file at ``path`` and return it; its folder is made where it is missing.
 
-    The file appears whole or not at all. A link at ``path`` is replaced, and what it points to stays as it is.
+    The file appears whole or not at all. A link at ``path`` is replaced, and the file that it points to stays as it is.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from megatron_pgloss.errors import UnsupportedError
 
 
 def require(module: str, purpose: str) -> ModuleType:
-    """Import ``module`` (``"rich.console"``, say), which ``purpose`` needs.
+    """Import ``module`` (``"rich.console"``, for example), which ``purpose`` needs.
 
     Raises:
         UnsupportedError: the library is not installed; the message names the extra that brings it.

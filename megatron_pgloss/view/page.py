@@ -1,8 +1,8 @@
 """Token rows as one self-contained HTML page: no network, no library, readable without scripts.
 
-A page of 100,000 tokens has to open at once. A token is its text in an element with a class; what it has in common with
-others (marks, weights, reason, bar) stands once in a table of kinds, from which style rules are made and the tooltips
-are read. Prompts with nothing to learn are closed, and what is closed is not laid out.
+A page of 100,000 tokens has to open at once. A token is its text in an element with a class; the facts that it shares
+with other tokens (marks, weights, reason, bar) stand once in a table of kinds, from which style rules are made and
+tooltips are filled. Prompts with nothing to learn are closed, and the browser does not lay out what is closed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from megatron_pgloss.view.palette import MINUS, PLUS, role_colours
 from megatron_pgloss.view.text import is_line_end, pieces, printable
 
 _TEMPLATES = Path(__file__).parent
-# A colour too faint to tell its sign says nothing: small advantages start here.
+# The least opacity of an advantage's bar: a fainter colour would not tell the sign.
 _FAINTEST = 0.2
 _OPEN = 4_000
-"""Tokens of live prompts that are open at first."""
+"""How many tokens of live prompts are open when the page opens."""
 
 
 def token_page(
@@ -55,7 +55,7 @@ def token_page(
     does), the letter of the reason that keeps it out, and its advantage, which also colours the bar
     below it. Pointing at a token shows every field. Rows are grouped by prompt, then by episode;
     prompts with a token whose advantage is not 0 come first, the others are marked and closed. The
-    page searches, filters and jumps. What lies at ``path``, a link too, is replaced.
+    page searches, filters and jumps. A file or link at ``path`` is replaced.
 
     Args:
         rows: the sequences.
@@ -64,7 +64,7 @@ def token_page(
         subtitle: one line below it.
         legend: explanations by name of a role, a component or a reason, shown beside it in the
             legend; names that do not occur in ``rows`` are left out.
-        limit: tokens on the page; further rows are left out, and the page says how many.
+        limit: most tokens on the page; further rows are left out, and the page says how many.
 
     Raises:
         UnsupportedError: jinja2 is not installed.
@@ -111,7 +111,7 @@ def token_page(
 
 
 def _within(rows: Sequence[TokenRow], limit: int) -> list[TokenRow]:
-    """The first rows that have at most ``limit`` tokens together; one at least."""
+    """As many of the first rows as have at most ``limit`` tokens together, but at least one row."""
     total = 0
     found: list[TokenRow] = []
     for row in rows:
@@ -176,7 +176,9 @@ def _token(cell: TokenCell, kinds: _Kinds) -> str:
 
 
 class _Kinds:
-    """What tokens have in common, numbered as it comes: members and weights, reason, sign and strength of the bar."""
+    """The kinds of tokens, numbered by first appearance. Tokens of a kind have the same role and author, components
+    with weights, reason, and sign and strength of the bar.
+    """
 
     def __init__(self, summary: Summary) -> None:
         self.summary = summary
@@ -185,7 +187,7 @@ class _Kinds:
 
     def of(self, cell: TokenCell) -> int:
         """The number of the token's kind."""
-        # By its text, as NaN is unlike itself.
+        # Kinds are compared by their text, because NaN is not equal to itself.
         text = repr((cell.role, cell.author, tuple(cell.components.items()), cell.reason, self._bar(cell)))
         if text not in self.numbers:
             self.numbers[text] = len(self.cells)
@@ -193,7 +195,7 @@ class _Kinds:
         return self.numbers[text]
 
     def _bar(self, cell: TokenCell) -> tuple[str, str]:
-        """Sign of the advantage, and opacity: |A| in tenths of the largest of the page."""
+        """The sign of the advantage, and the bar's opacity: |A| over the largest of the page, to one decimal."""
         advantage, largest = cell.advantage, self.summary.largest_advantage
         if advantage is None or math.isnan(advantage):
             return "none" if advantage is None else "zero", "1"
@@ -203,7 +205,9 @@ class _Kinds:
         return "plus" if advantage > 0 else "minus", f"{max(round(share, 1), _FAINTEST):.1f}"
 
     def rules(self) -> str:
-        """A style rule for each kind: what stands under its tokens. Holds signs and numbers, no text of the data."""
+        """A style rule for each kind, which writes the marks under its tokens: signs and numbers, no text of the
+        data.
+        """
         found = []
         for place, cell in enumerate(self.cells):
             letter = self.summary.letters[cell.reason] if cell.reason else ""
@@ -219,7 +223,7 @@ class _Kinds:
         return "\n".join(found)
 
     def table(self) -> str:
-        """What the tooltips say of each kind, as JSON that no text of the data can end."""
+        """The facts of each kind for the tooltips, as JSON in which no text of the data can end the script element."""
         text = json.dumps([self._facts(cell) for cell in self.cells], separators=(",", ":"))
         return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

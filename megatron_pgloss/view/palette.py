@@ -1,6 +1,6 @@
 """Colours that stay apart in the common kinds of colour blindness (hues of Okabe and Ito, 2008).
 
-Role is never told by colour alone: each run of tokens is labelled with its role and author in
+A role is never shown by colour alone: each run of tokens is labelled with its role and author in
 words.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 PLUS = "#0072B2"
-"""Positive advantage."""
+"""Colour of a positive advantage."""
 MINUS = "#D55E00"
-"""Negative advantage."""
+"""Colour of a negative advantage."""
 
 _KNOWN = {
     "system": "#8A8F98",

@@ -1,4 +1,4 @@
-"""From a plan to token rows: what the loss knows of every token of this rank's batch. `T` tokens, `S` rows."""
+"""From a plan to token rows: all that the loss knows of every token of this rank's batch. `T` tokens, `S` rows."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def rows_of_plan(
     """This rank's rows of a plan for `token_page`, `token_terminal` and `write_rows`.
 
     Args:
-        plan: of a step.
-        decode: a token's id to its text (``tokenizer.decode([id])``); default: the id as it is.
-        facts: name to one entry a row, shown in the row's heading beside its end: ``{"reward": rewards}``.
+        plan: the plan of a step.
+        decode: a function from a token's id to its text (``tokenizer.decode([id])``); by default the id is shown.
+        facts: name to one entry per row, shown in the row's heading beside its termination: ``{"reward": rewards}``.
 
     Raises:
-        DataError: the plan has no rows on this rank, or facts for another number of rows.
+        DataError: the plan has no rows on this rank, or ``facts`` are for another number of rows.
     """
     batch = plan.batch
     if batch is None or plan.spec is None:
@@ -41,7 +41,7 @@ def rows_of_plan(
     found = []
     for row in range(len(batch)):
         start, end = int(batch.cu_S1[row]), int(batch.cu_S1[row + 1])
-        # Position t is about the token after it, so a row's first token is described by none.
+        # Position t is about the token after it, so no position describes a row's first token.
         cells = [TokenCell(text(int(batch.tokens_T[start])), "context", "unknown", {})] if end > start else []
         cells += [described.cell(at, text(int(batch.targets_T[at]))) for at in range(start, end - 1)]
         header = {} if batch.terminations is None else {"end": batch.terminations[row].value}
@@ -90,7 +90,7 @@ class _Described:
 
 
 def _reasons(plan: Plan, batch: TokenBatch) -> dict[int, str]:
-    """Why a token that some component is defined on is trained by none, by its position."""
+    """Position to the reason why the token predicted there is trained by no component, although one runs over it."""
     assert plan.spec is not None
     member_T = torch.zeros_like(batch.action_T)
     for name in plan.coef:

@@ -1,4 +1,4 @@
-"""Token rows in a file: JSON lines, a header and then one row a line. Text alone, so that reading runs nothing."""
+"""Token rows in a file of JSON lines: a header, then one row per line. It is plain text, so reading it runs no code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_pgloss.view.file import write
 FORMAT = "megatron_pgloss token rows"
 VERSION = 1
 LONGEST = 2**26
-"""Characters of one line: a row of a million tokens has some 5e7."""
+"""Most characters of one line: a row of a million tokens has some 5e7."""
 
 
 def write_rows(rows: Sequence[TokenRow], path: str | Path) -> Path:
@@ -29,7 +29,7 @@ def read_rows(path: str | Path) -> Iterator[TokenRow]:
     """The rows of a file, one at a time.
 
     Raises:
-        DataError: no such file, another format or version, a line that is no row.
+        DataError: there is no such file, it has another format or version, or a line is no row.
     """
     file = Path(path)
     if not file.is_file():

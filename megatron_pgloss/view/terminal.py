@@ -32,9 +32,9 @@ class _Column:
     lines: Sequence[tuple[str, str]]
     width: int
     glued: bool = False
-    """Stays on one line with the column after it."""
+    """Whether it stays on one line with the column after it."""
     ends: bool = False
-    """The column after it starts a new line."""
+    """Whether the column after it starts a new line."""
 
     def at(self, level: int) -> tuple[str, str]:
         """Line ``level``, padded to the column's width; blank below its last line."""
@@ -57,7 +57,7 @@ def token_terminal(
 
     Args:
         rows: the sequences, in the order to show them.
-        console: a ``rich.console.Console``; one on standard output otherwise.
+        console: a ``rich.console.Console``; None: one on standard output.
         title: heading.
         legend: explanations by name of a role, a component or a reason, as for `token_page`.
 

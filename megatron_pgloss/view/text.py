@@ -36,8 +36,8 @@ def pieces(text: str) -> list[tuple[str, bool]]:
 def printable(text: object) -> str:
     """``str(text)`` on one line, safe to print: as `visible`, but spaces stay spaces.
 
-    Names and headers come from data as tokens do: an escape sequence in one must not reach the
-    terminal, nor a line break a tooltip.
+    Names and headers come from data as tokens do: an escape sequence in them must not reach the
+    terminal, and a line break must not reach a tooltip.
     """
     line = str(text)
     if line.isprintable():  # no category of _HIDDEN occurs, nor DEL

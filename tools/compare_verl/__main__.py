@@ -56,9 +56,10 @@ def _words(text: str) -> str:
 
 HEADER = """# verl and this package, side by side
 
-Made by `tools/compare_verl.sh`: both run on the same random batches (float64, 7 rows of up to 12 tokens, holes in the
-masks, one row masked whole), verl 0.9.1 on the whole batch, this package in three micro-batches. "equal": to 1e-10 of
-the largest entry. Otherwise the largest relative difference, which is deliberate and explained.
+This page is made by `tools/compare_verl.sh`. Both libraries run on the same random batches (float64, 7 rows of up to 12
+tokens, holes in the masks, one row masked whole), verl 0.9.1 on the whole batch, this package in three micro-batches.
+"equal" means equal to 1e-10 of the largest entry. Other cells have the largest relative difference, which is deliberate
+and explained.
 
 | verl | here | value | gradient | difference |
 |---|---|---|---|---|

@@ -1,8 +1,8 @@
 """The installed Megatron-Core, run on CPU processes under gloo: for laptops, tests and CI.
 
-``enable_cpu`` makes what Megatron-Core asks of CUDA answerable without it; ``cpu_layer_spec`` gives GPT layers
-whose attention and norms do what the local ones refuse (context and sequence parallelism, packed sequences), and
-``cpu.hybrid.cpu_hybrid_spec`` the same for HybridModel, where megatron-core has one.
+``enable_cpu`` answers Megatron-Core's calls of CUDA without it; ``cpu_layer_spec`` gives GPT layers whose attention and
+norms do what the local ones refuse (context and sequence parallelism, packed sequences), and
+``cpu.hybrid.cpu_hybrid_spec`` does the same for HybridModel, where megatron-core has one.
 """
 
 from megatron_pgloss.megatron.cpu.attention import CoreAttention

@@ -59,7 +59,7 @@ def _layout_bshd(local: int, cp: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _layout_thd(cu_seqlens: list[int], local: int, cp: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Position inside the document, and document, of each token in gather order."""
+    """The position of each token inside its document, and the index of that document, in gather order."""
     if cu_seqlens[-1] != local * cp:
         raise LayoutError(
             "cu_seqlens does not cover the packed row",
@@ -80,7 +80,7 @@ class CoreAttention(torch.nn.Module):
     """Softmax attention over all earlier tokens of the same document; takes the place of DotProductAttention.
 
     Keys and values are gathered over the context-parallel group, queries stay. ``attention_mask`` is ignored: the
-    mask is causal by global position, so padding at a row's end is seen by nothing before it. Scores are computed
+    mask is causal by global position, so no token before a row's padding attends to it. Scores are computed
     in float32 for half precision, in the input's own dtype otherwise.
     """
 

@@ -1,6 +1,6 @@
 """The stack of a HybridModel on CPU: attention, MLP and expert layers, without the Mamba kernels.
 
-For megatron-core 0.18 on, where ``HybridModel`` is; import this module only there.
+It needs megatron-core 0.18 or later, which has ``HybridModel``; import this module only there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_pgloss.megatron.cpu.spec import layer_spec
 
 
 class Stack(HybridStack):  # type: ignore[misc]
-    """A HybridStack whose final norm is ours: Megatron's names Transformer Engine's."""
+    """A HybridStack whose final norm is `Norm`, because Megatron's own class takes that of Transformer Engine."""
 
     def __init__(self, config: Any, submodules: Any, *, post_layer_norm: bool = True, **more: Any) -> None:
         super().__init__(config, submodules, post_layer_norm=False, **more)
@@ -27,7 +27,7 @@ class Stack(HybridStack):  # type: ignore[misc]
 
 
 def cpu_hybrid_spec(config: Any) -> Any:
-    """For ``HybridModel(hybrid_stack_spec=...)`` with a pattern of ``*`` (attention), ``-`` (MLP) and ``E`` (experts).
+    """A ``hybrid_stack_spec`` of ``HybridModel`` for patterns of ``*`` (attention), ``-`` (MLP) and ``E`` (experts).
 
     Each layer is half of a GPT layer of `cpu_layer_spec`, with its norm in front.
 

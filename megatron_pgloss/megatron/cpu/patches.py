@@ -1,7 +1,7 @@
-"""Make Megatron-Core, which asks CUDA by name, run in a process that has none.
+"""Make Megatron-Core, which calls CUDA by name, run in a process without CUDA.
 
 Everything here is either a stand-in for a CUDA object (device, stream, event, generator) or a rewrite of a call
-that names CUDA. None of it changes arithmetic, with two exceptions that are said where they stand: a router softmax
+that names CUDA. None of it changes arithmetic, with two exceptions, explained where they stand: a router softmax
 and Megatron's cross entropy, which pin float32, stay float64 in a float64 model.
 """
 
@@ -87,7 +87,7 @@ def _without_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
-        # The token counter of the schedules, the loss scaler, clip_grads name a device.
+        # The token counter of the schedules, the loss scaler and clip_grads name a device.
         if kwargs.get("device") is not None and _is_cuda(kwargs["device"]):
             kwargs["device"] = _CPU
         # Pinned memory needs a CUDA runtime: rotary slices under context parallelism ask for it.
@@ -99,7 +99,9 @@ def _without_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _patch_constructors() -> None:
-    """One by one: a mode that looks at every call of torch would take half the time of a step on a small model."""
+    """Replace the constructors one by one: a ``TorchFunctionMode``, which sees every call of torch, would take half the
+    time of a step on a small model.
+    """
     likes = {torch.empty_like, torch.full_like, torch.ones_like, torch.rand_like, torch.randn_like, torch.zeros_like}
     constructors: list[Any] = [*_device_constructors(), *likes]
     for name, function in [(function.__name__, function) for function in constructors]:
@@ -109,7 +111,7 @@ def _patch_constructors() -> None:
 
 def _patch_tensors() -> None:
     kind, softmax = torch.Tensor.type, torch.softmax
-    # torch.compile follows a method that it finds on the tensor, and none that a function holds.
+    # torch.compile follows a method that it finds on the tensor, but not one that a closure holds.
     torch.Tensor._to_as_it_was = torch.Tensor.to
 
     def to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -121,7 +123,7 @@ def _patch_tensors() -> None:
 
     def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found = kind(self, *args, **kwargs)
-        # The optimizers sort parameters by names such as "torch.cuda.FloatTensor". Other callers get the truth.
+        # The optimizers sort parameters by names such as "torch.cuda.FloatTensor". Other callers get the real name.
         return found.replace("torch.", "torch.cuda.", 1) if not (args or kwargs) and _caller_is_megatron() else found
 
     def in_its_own_precision(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -138,7 +140,9 @@ def _patch_tensors() -> None:
 
 
 def _patch_cross_entropy() -> None:
-    """Megatron's cross entropy (of multi-token prediction) works in float32, which would end that agreement too."""
+    """Keep Megatron's cross entropy (of multi-token prediction) in float64 where the model is: its float32 would end
+    the agreement of float64 gradients at 1e-8.
+    """
     from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
 
     largest = VocabParallelCrossEntropy.calculate_logits_max
@@ -146,12 +150,12 @@ def _patch_cross_entropy() -> None:
     def in_float64(vocab_parallel_logits: torch.Tensor) -> Any:
         if vocab_parallel_logits.dtype is not torch.float64:
             return largest(vocab_parallel_logits)
-        # For the length of this call ``float()`` leaves the dtype, and copies, as the function overwrites what it gets.
+        # During this call ``float()`` keeps the dtype, and it copies, because the function overwrites its argument.
         setattr(torch.Tensor, float.__name__, lambda self: self.clone())
         try:
             return largest(vocab_parallel_logits)
         finally:
-            delattr(torch.Tensor, float.__name__)  # what it hid is the base class's
+            delattr(torch.Tensor, float.__name__)  # the method that it hid is the base class's
 
     VocabParallelCrossEntropy.calculate_logits_max = staticmethod(in_float64)
 
@@ -160,7 +164,7 @@ def _patch_torch_cuda() -> None:
     generator = torch.Generator().manual_seed(0)  # stands for the device's generator; nothing else draws from it
 
     def current_device() -> torch.device:
-        return _CPU  # used as device=torch.cuda.current_device() in some 200 places
+        return _CPU  # Megatron-Core uses it as device=torch.cuda.current_device() throughout
 
     def nothing() -> Callable[..., None]:
         # A function of its own for each name: torch._dynamo keeps a rule per object, and refuses one object with two.
@@ -197,7 +201,7 @@ def _patch_torch_cuda() -> None:
 
     from megatron.core.tensor_parallel import random as tp_random
 
-    # Reads torch.cuda.default_generators; full recompute and every fork of the tracker go through it.
+    # The original reads torch.cuda.default_generators; full recompute and every fork of the tracker go through it.
     tp_random._set_cuda_rng_state = set_rng_state
 
 
@@ -215,7 +219,7 @@ def _patch_experts() -> None:
 
 
 def _plain_bodies() -> None:
-    """Undo ``jit_fuser`` on the one method that a CPU step would compile (seconds for nothing): expert bias."""
+    """Undo ``jit_fuser`` on expert bias, the one method that a CPU step would compile: seconds for no gain."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     fused = TopKRouter._apply_expert_bias

@@ -66,7 +66,7 @@ def cpu_layer_spec(config: Any, *, vp_stage: int | None = None) -> Any:
 
 
 def cpu_mtp_spec(config: Any, decoder: Any, *, vp_stage: int | None = None) -> Any:
-    """For ``GPTModel(mtp_block_spec=...)``: layers like the decoder's last, on the last stage.
+    """An ``mtp_block_spec`` of ``GPTModel`` for CPU: layers like the decoder's last, on the last stage.
 
     Args:
         config: the model's ``TransformerConfig``.
@@ -74,7 +74,7 @@ def cpu_mtp_spec(config: Any, decoder: Any, *, vp_stage: int | None = None) -> A
         vp_stage: index of the model chunk on this rank, under virtual pipelining.
 
     Returns:
-        A block spec, or None where this chunk predicts nothing more.
+        A block spec, or None where this chunk has no layer of multi-token prediction.
     """
     if not getattr(config, "mtp_num_layers", None):
         return None

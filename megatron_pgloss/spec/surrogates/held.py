@@ -44,7 +44,7 @@ class CISPO(SurrogateKind):
         return f"1 {'+' if sign > 0 else '-'} {bound}" if isinstance(bound, str) else f"{1 + sign * bound:g}"
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         high = self._side(self.high, 1)
         weight = f"min(r, {high})" if self.low is None else f"clip(r, {self._side(self.low, -1)}, {high})"
         return f"-sg({weight}) A log pi"
@@ -64,18 +64,18 @@ class TOPR(SurrogateKind):
     bounds: ClassVar[bool] = True
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return "-sg(w) A log pi"
 
     def definitions(self, base: str = "old") -> tuple[str, ...]:
-        """w."""
+        """What w is."""
         (a, b), (c, e) = self.positive, self.negative
         return (f"w = clip(r, {a:g}, {b:g}) where A > 0, clip(r, {c:g}, {e:g}) where A <= 0",)
 
 
 class VESPO(SurrogateKind):
     """Gamma-shaped weight as a constant: ``l = -sg(phi(r)) A log pi``, ``phi(w) = w^k exp(lam (1 - w))`` (2602.10693),
-    1 at w = 1. Meant for the ratio of a whole sequence (``ratio="sequence_sum"``).
+    1 at w = 1. It is meant for the ratio of a whole sequence (``ratio="sequence_sum"``).
     """
 
     kind: Literal["vespo"] = "vespo"
@@ -87,11 +87,11 @@ class VESPO(SurrogateKind):
     symbols: ClassVar[Mapping[str, str]] = {"lam": r"\lambda"}
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return "-sg(r^k exp(lam (1 - r))) A log pi"
 
     def definitions(self, base: str = "old") -> tuple[str, ...]:
-        """k and lam."""
+        """What k and lam are."""
         return (
             f"k = {self.k_positive:g}, lam = {self.lam_positive:g} where A >= 0",
             f"k = {self.k_negative:g}, lam = {self.lam_negative:g} where A < 0",

@@ -40,11 +40,11 @@ class GMPO(SurrogateKind):
         return ("ratio", "advantages")
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return f"-A exp(mean_{SHORT_UNIT[self.unit]} m)"
 
     def definitions(self, base: str = "old") -> tuple[str, ...]:
-        """m."""
+        """What m is."""
         low, high = interval(self.low, self.high, 0.0).split(", ")
         return (f"m = min(d, {high}) where A > 0, max(d, {low}) where A < 0",)
 
@@ -60,13 +60,13 @@ class FIPO(SurrogateKind):
     low: BelowOne | StreamName = 0.2
     high: Bound = 0.28
     delta: AboveOne | None = None
-    """Cap of the ratio where A < 0, and of what enters the sum."""
+    """Cap of the ratio where A < 0; tokens with a ratio above it do not enter the sum of f."""
     half_life: Positive = 32.0
     reach: Positive = 0.2
     both: Flag = False
-    """Let f fall to 1 - reach too."""
+    """Whether f may fall to 1 - reach as well."""
     safe_ratio: AboveOne | None = None
-    """Where A < 0 and r is above it, f is clipped to [0.8, 1] besides."""
+    """Ratio above which f is also clipped to [0.8, 1] where A < 0; None: nowhere."""
     letters: ClassVar[tuple[str, ...]] = ("d", "r")
     bounds: ClassVar[bool] = True
     token_ratio_only: ClassVar[bool] = True
@@ -77,11 +77,11 @@ class FIPO(SurrogateKind):
         return "sequence"
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return f"sg(f) ({clipped(self.low, self.high, None, self.delta)})"
 
     def definitions(self, base: str = "old") -> tuple[str, ...]:
-        """f, and how fast it fades."""
+        """What f is, and how fast it fades."""
         reach = f"{1 - self.reach if self.both else 1:g}, {1 + self.reach:g}"
         far = "" if self.delta is None else f" without r > {self.delta:g}"
         safe = () if self.safe_ratio is None else (f"f in [0.8, 1] where A < 0 and r > {self.safe_ratio:g}",)
@@ -116,7 +116,7 @@ class REAL(SurrogateKind):
 
     @property
     def needs_statistics_pass(self) -> bool:
-        """Where it reads all sequences of a prompt at once."""
+        """Whether it reads all sequences of a prompt at once."""
         return self.form == "group"
 
     def check_home(self, component: Home) -> None:
@@ -133,12 +133,12 @@ class REAL(SurrogateKind):
                             fix="'mean(prompt) > sum(sequence) > mean(token)'")  # fmt: skip
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         if self.form == "binary":
             return f"softplus(-sign(A) d / {self.tau:g})"
         return f"log(1 + sum_j exp(-sign(A) d_j / {self.tau:g})) / n"
 
     def definitions(self, base: str = "old") -> tuple[str, ...]:
-        """n and d_j, in the group form."""
+        """What n and d_j are, in the group form."""
         share = "n = sequences of the prompt with this sign of A, each d_j one of them"
         return (share,) if self.form == "group" else ()

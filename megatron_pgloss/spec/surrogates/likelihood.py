@@ -16,13 +16,13 @@ class Reinforce(SurrogateKind):
     letters: ClassVar[tuple[str, ...]] = ()
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return "-A log pi"
 
 
 class Distill(SurrogateKind):
-    """On-policy distillation by policy gradient: ``l = -sg(log ref - log pi) r``: the advantage of a token is what the
-    reference (the teacher) gives it above the policy. Reads no advantages.
+    """On-policy distillation by policy gradient, ``l = -sg(log ref - log pi) r``: the advantage of a token is the
+    log-prob of the reference (the teacher) minus that of the policy. Reads no advantages.
 
     prime-rl's ``ref_kl`` is this with ``old="rollout"``, a gate that drops tokens with pi - mu < -0.2, and a k2 drift
     term (`megatron_pgloss.presets.distill`).
@@ -36,7 +36,7 @@ class Distill(SurrogateKind):
         return ("ratio", "ref")
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return "-sg(log ref - log pi) r"
 
 
@@ -54,5 +54,5 @@ class NLL(SurrogateKind):
         return ()
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return "-log pi"

@@ -28,7 +28,7 @@ class Unclipped(SurrogateKind):
     kind: Literal["unclipped"] = "unclipped"
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return "-r A"
 
 
@@ -37,7 +37,8 @@ class Clip(SurrogateKind):
     eq. 10).
 
     With ``dual=c`` and A < 0 the term is ``-max(min(...), c A)`` (1912.09729 eq. 5). With ``delta`` it is ``-min(min(r,
-    delta) A, clip(r, ...) A)`` (INTELLECT-2 2505.07291): the same where delta > 1 + high, which it must be.
+    delta) A, clip(r, ...) A)`` (INTELLECT-2 2505.07291), which differs for A < 0 alone, as ``delta`` must be above 1 +
+    high.
     """
 
     kind: Literal["clip"] = "clip"
@@ -60,7 +61,7 @@ class Clip(SurrogateKind):
         return self
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return clipped(self.low, self.high, self.dual, self.delta)
 
 
@@ -74,11 +75,11 @@ class SAPO(SurrogateKind):
     tau_negative: Positive = 1.05
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return "-(4/tau) sigmoid(tau (r - 1)) A"
 
     def definitions(self, base: str = "old") -> tuple[str, ...]:
-        """tau."""
+        """What tau is."""
         return (f"tau = {self.tau_positive:g} where A > 0, {self.tau_negative:g} where A <= 0",)
 
 
@@ -99,5 +100,5 @@ class DRO(SurrogateKind):
         return True
 
     def formula(self, base: str = "old") -> str:
-        """In one line."""
+        """The formula in one line."""
         return f"-A d + {self.beta / 2:g} d^2"

@@ -16,11 +16,11 @@ __all__ = ["Surrogate"]
 
 
 class Home(Protocol):
-    """What a surrogate looks at of the component that it belongs to."""
+    """The properties of its component that a surrogate reads."""
 
     @property
     def ratio(self) -> str | AnyRatio:
-        """As the component was given it."""
+        """The ratio in the form in which the component was given it."""
 
     @property
     def axis(self) -> RatioKind | None:
@@ -36,10 +36,10 @@ class Home(Protocol):
 
 
 class SurrogateKind(Kind):
-    """The family of surrogates. The facts are those of most of them: a term of r and A that no bound cuts."""
+    """The family of surrogates. Its defaults hold for most of them: a term of r and A that no bound cuts."""
 
     letters: ClassVar[tuple[str, ...]] = ("r",)
-    """Which of the ratio ``r`` and its logarithm ``d`` the formula holds; none: it reads no ratio."""
+    """Those of the ratio ``r`` and its logarithm ``d`` that the formula holds; an empty tuple: it reads no ratio."""
     bounds: ClassVar[bool] = False
     """Whether bounds decide some tokens, which the clip metrics then count."""
     token_ratio_only: ClassVar[bool] = False
@@ -97,5 +97,5 @@ class Surrogate(Function, SurrogateKind):
         return True
 
     def formula(self, base: str = "old") -> str:
-        """Its name."""
+        """The function's name."""
         return self.to_import_path()

@@ -118,7 +118,7 @@ def axes() -> Axes:
 
 
 def _world_timeout() -> datetime.timedelta:
-    """That of the default group: Megatron gives its own groups 30 minutes, whatever the world was given."""
+    """The timeout of the default group. Megatron gives its own groups 30 minutes, whatever that timeout is."""
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     return dist.group.WORLD._get_backend(device).options._timeout  # type: ignore[union-attr,no-any-return]
 

@@ -128,7 +128,7 @@ class Scenario:
 
     @property
     def model_axes(self) -> tuple[str, ...]:
-        """Those of tp, pp, cp and ep whose size is above 1."""
+        """The model axes (tp, pp, cp, ep) whose size is above 1."""
         return tuple(axis for axis in ("tp", "pp", "cp", "ep") if getattr(self, axis) > 1)
 
     @property

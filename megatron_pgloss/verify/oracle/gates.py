@@ -86,7 +86,9 @@ def _entropy(gate: Rule, scene: Scene) -> Tensor:
 
 
 def _second_moment(gate: Rule, scene: Scene) -> Tensor:
-    """Of the tokens that the clip would pull outwards, the largest d^2 go until the mean of the others is small."""
+    """Of the tokens that the loss pulls outwards, those of largest d^2 are dropped until the mean of the others is at
+    most the threshold.
+    """
     d_M = scene.logp().detach() - _base(gate, scene, "old")
     advantage_M = scene.constant("advantages")
     out_M = (advantage_M > 0) & (d_M > 0) | (advantage_M < 0) & (d_M < 0)
@@ -98,8 +100,8 @@ def _second_moment(gate: Rule, scene: Scene) -> Tensor:
 
 
 def _covariance(gate: Rule, scene: Scene) -> Tensor:
-    """By c = (A - mean A)(log pi - mean log pi): the share of members with the largest c (top), or as many drawn from
-    those with c inside a band (band), are dropped or alone kept.
+    """The gate by c = (A - mean A)(log pi - mean log pi). It selects the share of members with the largest c (top), or
+    draws as many from those with c inside a band (band), and drops or keeps only these.
     """
     logp_M, advantage_M = scene.logp().detach(), scene.constant("advantages")
     product_M = (advantage_M - _mean(advantage_M)) * (logp_M - _mean(logp_M))

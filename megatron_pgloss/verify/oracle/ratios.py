@@ -58,7 +58,7 @@ def log_ratio(scene: Scene) -> Tensor:
 
 
 def log_ratio_T(scene: Scene) -> Tensor:
-    """The same at every token, float64 [T]; outside members and voters it is of no use but to a user's function."""
+    """log r at every token, float64 [T]; outside members and voters only a user's function may read it."""
     level, statistic, gradient, over = ratio_axis(scene.component)
     finite_T = scene.logp_T.detach().isfinite()
     index = finite_T.nonzero().squeeze(1)

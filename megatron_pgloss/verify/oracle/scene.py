@@ -28,8 +28,8 @@ class Scene:
         component: the component.
         name: its name.
         logp_T: log-probs of the policy, with gradient.
-        entropy_T, value_T, kl_T: alike, or None where nobody gave them.
-        member_T: bool, what is trained once masks and the corrections of frozen log-probs have spoken; corrections of
+        entropy_T, value_T, kl_T: further outputs of the model, with gradient; None where they were not given.
+        member_T: bool, the tokens that are trained after masks and the corrections of frozen log-probs; corrections of
             the policy and gates act later.
         version: number of the current policy, for ``interpolate`` and staleness.
     """
@@ -98,7 +98,7 @@ class Scene:
         return self.version - self.step.stream("version")
 
     def constant(self, name: str) -> Tensor:
-        """The same over the members, float64 [M]."""
+        """The constant stream ``name`` over the members, float64 [M]."""
         return self.of_members(self.constant_T(name), name)
 
     def number(self, value: Any) -> Tensor | float:

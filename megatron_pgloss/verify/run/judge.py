@@ -130,7 +130,7 @@ class Judge:
         self._rows: dict[Data, list[Row]] = {}
         self._answers: dict[tuple[Data, str], Answer] = {}
         self.alone: dict[tuple[Data, str], tuple[float, float, float]] = {}
-        """In half precision, the errors of the model in one process: of loss, worst parameter and whole gradient."""
+        """Errors of the half-precision model in one process: of loss, worst parameter and whole gradient."""
 
     def prepare(self, data: Data, names: Iterable[str] | None = None) -> None:
         """Have specs answered for one data set. A collective: the first rank asks the oracle and sends its answers to
