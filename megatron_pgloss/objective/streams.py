@@ -217,6 +217,11 @@ class Streams(UnitStatistics):
     def log_ratio(self, value_N: Tensor | None) -> None:
         self._axis = value_N
 
+    @property
+    def axis(self) -> Tensor | None:
+        """``log_ratio`` as it was set; None where nothing was."""
+        return self._axis
+
     def bounded(self, log_N: Tensor) -> Tensor:
         """A logarithm held within the spec's ``log_ratio_bound``, for exp: constant beyond it."""
         fixed_N = log_N.detach()

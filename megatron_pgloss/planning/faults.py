@@ -6,7 +6,8 @@ import torch
 
 from megatron_pgloss.errors import DataError, PGLossError
 from megatron_pgloss.planning import kept_sets, values
-from megatron_pgloss.planning.members import ComponentSet, component_set, empty_rows
+from megatron_pgloss.planning.members import ComponentSet, component_set
+from megatron_pgloss.planning.presence import empty_rows
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.rollouts.streams import BY_NAME, OPTIONAL, argument_of
 from megatron_pgloss.spec import LossSpec
@@ -82,12 +83,24 @@ def _present(batch: TokenBatch, spec: LossSpec) -> None:
     for name, readers in spec.field_readers.items():
         if name != "versions" and getattr(batch, name) is None:  # `frozen.lags` looks at versions
             raise DataError(f"{name} are absent", expected=f"{name}=, read by {', '.join(readers)}")
+    check_units(batch, spec)
     for part in spec.components:
         for unit in part.path.units:
             if unit in KEYED and getattr(batch, f"{unit}_ids") is None:
                 raise DataError(
                     f"{unit}_ids are absent", expected=f"{unit}_ids=, named by {part.name}'s {part.normalizer!r}"
                 )
+
+
+def check_units(batch: TokenBatch, spec: LossSpec) -> None:
+    """Refuse a batch without the ids of the prompts or episodes over which the spec takes a statistic.
+
+    Raises:
+        DataError: they are absent.
+    """
+    for unit, readers in spec.unit_readers.items():
+        if getattr(batch, f"{unit}_ids") is None:
+            raise DataError(f"{unit}_ids are absent", expected=f"{unit}_ids=, read by {', '.join(readers)}")
 
 
 def _first_tokens(batch: TokenBatch) -> None:

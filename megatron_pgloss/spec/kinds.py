@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from megatron_pgloss.spec.base import Part
+from megatron_pgloss.spec.levels import KEYED
 
 
 class Kind(Part):
@@ -41,7 +42,7 @@ class Kind(Part):
 
     @property
     def statistic_unit(self) -> str | None:
-        """The unit (``sequence``, ``turn``) over whose tokens it takes a statistic; None: it takes none."""
+        """The unit over whose tokens it takes a statistic (`megatron_pgloss.spec.levels.Unit`); None: it takes none."""
         return None
 
     @property
@@ -53,6 +54,11 @@ class Kind(Part):
     def asks_units(self) -> bool:
         """Whether it may ask for a statistic over units; of a user's own function nothing else is known."""
         return self.statistic_unit is not None
+
+    @property
+    def straddles(self) -> bool:
+        """Whether the rows of its unit may lie in any micro-batch and on any rank."""
+        return self.statistic_unit in KEYED
 
     @property
     def needs_statistics_pass(self) -> bool:

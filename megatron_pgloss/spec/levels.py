@@ -1,8 +1,9 @@
-"""The levels that a normaliser may name: who contains whom, from the outermost to the token."""
+"""The levels that a normaliser or a statistic may name: who contains whom, from the outermost to the token."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +30,5 @@ UNITS = tuple(level.name for level in LEVELS)
 KEYED = tuple(level.name for level in LEVELS if level.keyed)
 IN_ROWS = tuple(level.name for level in LEVELS if not level.keyed)
 LEVEL = {level.name: level for level in LEVELS}
+Unit = Literal["prompt", "episode", "sequence", "turn"]
+"""A level above the token, over whose tokens a statistic may run."""

@@ -40,6 +40,16 @@ def field_readers(spec: SpecFields) -> dict[str, tuple[str, ...]]:
     return {name: tuple(readers) for name, readers in found.items()}
 
 
+def unit_readers(spec: SpecFields) -> dict[str, tuple[str, ...]]:
+    """``prompt`` or ``episode`` to the names of components and rules that take a statistic over it."""
+    found: dict[str, list[str]] = {}
+    for reader, part in _readers(spec):
+        for piece in part.parts if isinstance(part, Component) else (part,):
+            if piece.straddles:
+                found.setdefault(str(piece.statistic_unit), []).append(reader)
+    return {unit: tuple(readers) for unit, readers in found.items()}
+
+
 def streams_of(spec: SpecFields, component: Component) -> tuple[str, ...]:
     """The batch's streams that ``component`` and the gates on it read at its members."""
     parts = [component, *(gate for gate in spec.gates if gate.acts_on(component))]

@@ -112,6 +112,9 @@ RATIOS: dict[str, Any] = {name: name for name in SHORT} | {
     "sum, through": pg.spec.Ratio(statistic="sum", level="turn"),
     "prefix, through": pg.spec.Ratio(statistic="prefix"),
     "prefix of turns": pg.spec.Ratio(statistic="prefix", level="turn", gradient="token"),
+    "of episodes": pg.spec.Ratio(level="episode"),
+    "of episodes, held": pg.spec.Ratio(level="episode", gradient="token"),
+    "of prompts, sum, through, over members": pg.spec.Ratio(level="prompt", statistic="sum", over="members"),
     "own": pg.spec.CustomRatio(from_here_on, needs=("old",)),
 }
 PAIRS = [(s, r) for s in SURROGATES for r in RATIOS if r == "token" or not SURROGATES[s].token_ratio_only]
@@ -119,6 +122,12 @@ PAIRS = [(s, r) for s in SURROGATES for r in RATIOS if r == "token" or not SURRO
 TIS, REJECT = pg.TruncatedIS, pg.spec.Reject
 CORRECTIONS: dict[str, Any] = built(Correction) | {
     **{f"IS by {level}": TIS(level=level, low=0.9, high=1.2) for level in ("sequence", "turn", "geometric")},
+    "IS by episode": TIS(level="episode", low=0.2, high=3.0),
+    "IS by episode, mean 1": TIS(level="episode", high=1.5, normalize=True),
+    "IS by episode, geometric, mean 1": TIS(level="episode_geometric", high=1.07, normalize=True),
+    "IS by prompt, geometric": TIS(level="prompt_geometric", low=0.9, high=1.05),
+    "geometric mean of episodes": pg.spec.RatioMask(unit="episode", low=0.87, high=1.08),
+    "product of prompts": pg.spec.RatioMask(unit="prompt", mean="product", low=0.01, high=50.0),
     "IS by turn, geometric": TIS(level="turn_geometric", high=1.1),
     "IS, mean 1": TIS(high=1.2, normalize=True),
     "IS, mean 1 in the sequence": TIS(high=1.2, normalize="sequence"),
@@ -137,17 +146,22 @@ CORRECTIONS: dict[str, Any] = built(Correction) | {
             ("k2", "mean", "token", 0.05),
             ("k3", "max", "sequence", 0.3),
             ("k3", "sum", "turn", 0.2),
+            ("k1", "mean", "episode", 0.15),
+            ("k2", "max", "episode", 0.25),
+            ("k1", "mean", "prompt", 0.1),
         )
     },
     "veto on both sides": pg.spec.Veto(low=0.5, high=2.0, unit="turn"),
     "stale sequences": pg.spec.Staleness(max_lag=5, level="sequence"),
     "stale turns": pg.spec.Staleness(max_lag=4, level="turn"),
+    "veto of episodes": pg.spec.Veto(low=0.4, high=2.5, unit="episode"),
 }
 MASKS: dict[str, Any] = built(Mask)
 GATES: dict[str, Any] = built(AnyGate) | {
     "TV on both sides": pg.spec.TVGate(low=0.03, high=0.02, sides="both"),
     "TV to old, one side": pg.spec.TVGate(low=None, high=0.02, base="old"),
     "opsm by turn": pg.spec.SequenceGate(threshold=0.01, unit="turn", base="old"),
+    "opsm by episode": pg.spec.SequenceGate(threshold=0.01, unit="episode"),
     "covariance, top": pg.spec.CovarianceGate(select="top", share=0.1),
     "covariance, alone kept": pg.spec.CovarianceGate(select="top", share=0.3, effect="keep"),
     "soft": pg.spec.Gate(fading),
