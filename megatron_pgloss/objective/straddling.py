@@ -1,8 +1,8 @@
 """The gradient through a ratio over a prompt or episode. `T` tokens of this rank's rows.
 
 The rows of an episode e may lie in any micro-batch and on any rank, and so may the terms that its statistic
-``s_e = 1/n sum_k d_k`` moves. From a statistics pass each rank knows the derivative ``G_e = dL/ds_e`` of the loss of the
-whole job. In every micro-batch s_e is then a constant, and each of the episode's tokens adds
+``s_e = 1/n sum_k d_k`` moves. From a statistics pass each rank knows ``G_e = dL/ds_e``, the derivative of the loss of
+the whole job. In every micro-batch s_e is then a constant, and each of the episode's tokens adds
 ``G_e/n (log pi - sg(log pi))``: 0 in value, and what the loss owes to that log-prob through s_e.
 """
 

@@ -1,5 +1,5 @@
-"""Plan-time corrections over prompts and episodes, whose rows may lie on any rank: said by what all ranks know. `S` rows
-of this rank, `C` pairs of a normalised correction and a component.
+"""Plan-time corrections over prompts and episodes, whose rows may lie on any rank: said by what all ranks know. `S`
+rows of this rank, `C` pairs of a normalised correction and a component.
 """
 
 from __future__ import annotations
