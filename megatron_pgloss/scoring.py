@@ -41,7 +41,7 @@ def into_batches(batches: Sequence[TokenBatch], values_T: Tensor, name: str) -> 
     out, at = [], 0
     for batch in batches:
         size = batch.tokens_T.numel()
-        out.append(batch.with_stream(name, values_T[at : at + size].clone()) if len(batch) else batch)
+        out.append(batch.with_stream(name, values_T[at : at + size].clone(), add=True) if len(batch) else batch)
         at += size
     return out
 

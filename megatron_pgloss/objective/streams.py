@@ -146,6 +146,10 @@ class Streams(UnitStatistics):
         """The sampler's log-prob, constant."""
         return self._constant("rollout")
 
+    def policy(self, name: str) -> Tensor:
+        """The log-prob of another policy, constant: ``old`` (by the spec's), or that of the stream of this name."""
+        return self.old if name == "old" else self._constant(name)
+
     @property
     def ref(self) -> Tensor:
         """The reference's log-prob, constant."""

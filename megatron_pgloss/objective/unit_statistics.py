@@ -41,8 +41,8 @@ class UnitStatistics:
             raise SpecError(
                 f"statistics over {unit!r} are not known inside a micro-batch",
                 expected="'sequence' or 'turn'",
-                fix="prompts and episodes straddle micro-batches: take a Ratio, gate or correction over them, or put what "
-                "depends on them into advantages or weights",
+                fix="prompts and episodes straddle micro-batches: take a Ratio, gate or correction over them, or put "
+                "what depends on them into advantages or weights",
             )
         ids_N = {"sequence": micro.seq_N, "turn": micro.turn_N}[unit].to(self.logp.device, non_blocking=True)
         chunk_N = None if micro.chunk_N is None else micro.chunk_N.to(self.logp.device, non_blocking=True)

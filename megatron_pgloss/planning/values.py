@@ -41,7 +41,8 @@ def check(batch: TokenBatch, spec: LossSpec, sets: list[ComponentSet]) -> None:
             stream_T = batch.streams[name]
             if stream_T.dim() > 1:
                 continue  # `_teachers` judges it together with the ids beside it
-            limit = ABOVE_ZERO if name in BY_NAME and BY_NAME[name].dtype == "log-prob" else math.inf
+            of_policy = name in spec.references or (name in BY_NAME and BY_NAME[name].dtype == "log-prob")
+            limit = ABOVE_ZERO if of_policy else math.inf
             _judge(batch, tokens, name, stream_T, looked_T, limit)
         _teachers(batch, tokens)
 

@@ -17,6 +17,9 @@ from pydantic import Field
 from megatron_pgloss.spec.base import Part
 from megatron_pgloss.spec.levels import KEYED
 
+COMPUTED = ("entropy", "kl", "chosen", "value")
+"""What a kind may read of the model's outputs, and not of the batch."""
+
 
 class Kind(Part):
     """What is asked of a kind, whatever its family. A kind overrides what is not so for it."""
@@ -31,8 +34,13 @@ class Kind(Part):
     @property
     def reads(self) -> tuple[str, ...]:
         """Streams that it reads: ``old`` (the base of the ratio), ``rollout``, ``ref``, ``advantages``, ``values``,
-        ``returns``, one of the user's own; or an output of the model: ``entropy``, ``kl``, ``chosen``, ``value``.
+        ``returns``, one of the user's own; or an output of the model (`COMPUTED`).
         """
+        return ()
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """Of what it `reads`, the streams that hold another policy's log-probs, by whatever name."""
         return ()
 
     @property

@@ -16,7 +16,7 @@ SHORT_UNIT = {name: "seq" if name == "sequence" else name for name in UNITS}
 
 
 def letter(policy: str, base: str) -> str:
-    """The letter of ``old``, ``rollout`` or ``ref`` where the ratio's base is ``base``."""
+    """The letter of ``old`` or ``rollout`` where the ratio's base is ``base``; any other policy is written by name."""
     return {"old": base, "rollout": "mu"}.get(policy, policy)
 
 

@@ -125,6 +125,11 @@ class LossSpec(SpecFields):
         return reads.stream_readers(self)
 
     @property
+    def references(self) -> tuple[str, ...]:
+        """Streams that hold another policy's log-probs: ``ref``, ``rollout``, and teachers by their own names."""
+        return reads.references(self)
+
+    @property
     def field_readers(self) -> dict[str, tuple[str, ...]]:
         """Optional field of the batch beside its streams (``terminations``, ``sample_ids``, ``versions``) to those who
         read it.

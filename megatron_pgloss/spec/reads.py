@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_pgloss.spec.component import Component
-from megatron_pgloss.spec.kinds import Kind
+from megatron_pgloss.spec.kinds import COMPUTED, Kind
 from megatron_pgloss.spec.ratios import RatioKind
 from megatron_pgloss.spec.spec_fields import SpecFields
 
@@ -13,8 +13,6 @@ BASE: dict[str, str | None] = {
     "given": "old", "policy": None, "record": None, "rollout": "rollout", "interpolate": "rollout",
 }  # fmt: skip
 """Source of ``old`` to the batch's stream it is made from."""
-COMPUTED = ("entropy", "kl", "chosen", "value")
-"""Read from the model's outputs, not from the batch."""
 _FIRST = ("old", "rollout", "ref", "advantages")
 """The order in which readers are listed; other streams follow."""
 
@@ -27,6 +25,12 @@ def stream_readers(spec: SpecFields) -> dict[str, tuple[str, ...]]:
             if reader not in found.setdefault(name, []):
                 found[name].append(reader)
     return {stream: tuple(names) for stream, names in found.items() if names}
+
+
+def references(spec: SpecFields) -> tuple[str, ...]:
+    """Streams that hold another policy's log-probs, in the order in which components name them."""
+    pieces = [piece for part in spec.components for piece in part.parts]
+    return tuple(dict.fromkeys(name for piece in pieces for name in piece.references if name != "old"))
 
 
 def field_readers(spec: SpecFields) -> dict[str, tuple[str, ...]]:

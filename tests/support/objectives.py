@@ -104,6 +104,7 @@ SURROGATES: dict[str, Any] = built(AnySurrogate) | {
     "CISPO, absolute": pg.spec.CISPO(low=0.9, high=1.2, bound="absolute"),
     "FIPO, both": pg.spec.FIPO(half_life=8.0, both=True, delta=None),
     "Surrogate, declaring": pg.Surrogate(declaring, statistics=DECLARED),
+    "Distill, to a teacher": pg.Distill(to="teacher"),
     "GMPO by turn": pg.spec.GMPO(low=0.2, high="room", unit="turn"),
 }
 RATIOS: dict[str, Any] = {name: name for name in SHORT} | {
@@ -170,7 +171,7 @@ FORMS = {
     f"{k}, {g}, to {to}, of {base}": pg.KL(estimator=k, gradient=g, to=to, base=base, coef=0.3)
     for k in ("k1", "k2", "k3", "abs")
     for g in ("plain", "k2", "weighted")
-    for to in ("ref", "old", "rollout")
+    for to in ("ref", "old", "rollout", "teacher")
     for base in (("old", "rollout") if g == "weighted" else ("old",))
 }
 
@@ -194,8 +195,13 @@ def step(seed: int = 3) -> tuple[list[Row], dict[str, list[Tensor]]]:
         row["version"] = [dice.whole(NOW - 6, NOW) for _ in range(size)]
         row["returns"] = (value + dice.normal(size, 0.5)).tolist()
         row["values"] = (value + dice.normal(size, 0.3)).tolist()
-        row["streams"] = {"room": [0.1 + dice.whole(0, 3) / 10 for _ in range(size)]}
+        row["streams"] = {"room": [0.1 + dice.whole(0, 3) / 10 for _ in range(size)], "teacher": taught(row)}
     return rows, says
+
+
+def taught(row: Row) -> list[float]:
+    """Log-probs of a second reference: 0.3 above the first, where that stays below 0."""
+    return [min(x + 0.3, -0.1) for x in row["ref"]]
 
 
 def batch(rows: list[Row], spec: pg.LossSpec) -> pg.TokenBatch:
@@ -215,7 +221,7 @@ def batch(rows: list[Row], spec: pg.LossSpec) -> pg.TokenBatch:
         advantages=stream("advantages"), old_logprobs=stream("old"), rollout_logprobs=stream("rollout"),
         ref_logprobs=stream("ref"), values=stream("values"), returns=stream("returns"),
         versions=flat([row["version"] for row in rows], torch.int64),
-        streams={"room": flat([row["streams"]["room"] for row in rows])},
+        streams={name: flat([row["streams"][name] for row in rows]) for name in ("room", "teacher")},
         masks={"keep": flat([row["masks"]["keep"] for row in rows], torch.bool)},
         weights={key: flat([row["weights"][key] for row in rows]) for key in ("rl", "ce") if key in spec.names},
         prompt_ids=[row["prompt"] for row in rows], episode_ids=[row["episode"] for row in rows],
