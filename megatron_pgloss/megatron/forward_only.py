@@ -13,7 +13,8 @@ from torch import Tensor
 from megatron_pgloss.megatron import outputs
 from megatron_pgloss.megatron.call import Boundaries
 from megatron_pgloss.megatron.runtime import Runtime
-from megatron_pgloss.planning import MicroBatch, Plan, agreement
+from megatron_pgloss.planning import MicroBatch, Plan
+from megatron_pgloss.planning.carried import Carried
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.scoring import decided, gather_tokens, into_batches
 
@@ -153,9 +154,10 @@ def run_forward(runtime: Runtime, made: Plan, forward_step: Any, chunks: list[An
         **groups,
     )
     if runtime.may_miss_boundaries:
-        error = runtime.unread(made, boundaries)
-        row = agreement.pack_error(error) if error else agreement.pack({}, torch.zeros(0, dtype=torch.int64))
-        agreement.raise_agreed(layout.ranks.gather(row, layout.ranks.world, layout.ranks.world_size))
+        with Carried() as here:
+            if (error := runtime.unread(made, boundaries)) is not None:
+                raise error
+        here.gather(layout.ranks)
     return found
 
 

@@ -6,8 +6,9 @@ Shapes: `b` rows and `s` positions of this rank's shard of a micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from megatron_pgloss.megatron.layout import Layout
 from megatron_pgloss.planning import Arrangement, MicroBatch, Plan, Split, plan
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.spec import LossSpec
+
+NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
 class Runtime:
@@ -69,7 +72,10 @@ class Runtime:
         self.masked = False
         """Whether the step that is open hands ``padding_mask`` over."""
         # What steps of several ranks must have in common, beside what a plan compares anyway.
-        self._agreed = repr((head, head_memory, reuse_logits, forward is not None, on_nonfinite))
+        self._agreed: dict[str, object] = {
+            "head": head, "head_memory": head_memory, "reuse_logits": reuse_logits, "forward": forward is not None,
+            "on_nonfinite": on_nonfinite,
+        }  # fmt: skip
         self.layout = Layout.read(pg_collection)
         self._model, self._head_mode = model, head
         bare = self.look_again()
@@ -120,19 +126,25 @@ class Runtime:
     # ---- from batches to micro-batches ----------------------------------------------------------------------------
 
     def make_plan(
-        self, batches: Sequence[TokenBatch], spec: LossSpec | None, *, agreed: object = None, **more: Any
+        self,
+        batches: Sequence[TokenBatch],
+        spec: LossSpec | None,
+        *,
+        agreed: Mapping[str, object] = NOTHING,
+        **more: Any,
     ) -> Plan:
         """A plan of ``batches`` on this layout, without an objective where ``spec`` is None. A collective.
 
         Args:
-            agreed: what the ranks must have in common beside the step's options.
+            agreed: what the ranks must have in common beside the step's options, by name.
         """
         interleaved = None
         if len(self.chunks) > 1:
             interleaved = (int(self.config.microbatch_group_size_per_vp_stage), self.layout.pp_size)
+        common = self._agreed | {"calculate_per_token_loss": self.per_token} | dict(agreed)
         return plan(
             batches, spec, split=self.split, ranks=self.layout.ranks,
-            arrangement=replace(self.arrangement, agreed=f"{self._agreed} {self.per_token} {agreed!r}"),
+            arrangement=replace(self.arrangement, agreed=tuple(common.items())),
             interleaved=interleaved, vocab_size=self.vocab_size, **more,
         )  # fmt: skip
 

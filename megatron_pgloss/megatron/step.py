@@ -123,8 +123,9 @@ class PolicyLossStep(Runtime):
             self.look_again()
         if here.error is not None:
             batches = [broken(here.error)]  # the plan raises it on every rank: it may show on one stage alone
-        options = self._allow_empty, self._allow_padding, self.reference is not None
-        made = self.make_plan(batches, self.spec, agreed=options, coef=coef, version=version)
+        own = {"allow_empty_microbatches": self._allow_empty, "allow_routed_padding": self._allow_padding}
+        own["reference"] = self.reference is not None
+        made = self.make_plan(batches, self.spec, agreed=own, coef=coef, version=version)
         if not self._allow_empty:
             counting.refuse_empty(made, self.config)
         self.masked = self.masks_padding(made)
@@ -250,7 +251,7 @@ class PolicyLossStep(Runtime):
         if into not in forward_only.SCORED:
             error = DataError(f"score(into={into!r})", expected=" | ".join(forward_only.SCORED))
             batches = [broken(error)]  # raised by the plan, on every rank
-        made = self.make_plan(batches, None, agreed=into)
+        made = self.make_plan(batches, None, agreed={"into": into})
         chunks = self.chunks if model is None else as_chunks(model)
         return forward_only.score(self, made, batches, chunks, into)
 
