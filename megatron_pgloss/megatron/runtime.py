@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_pgloss.errors import DataError, PGLossError, SpecError
 from megatron_pgloss.logprobs import TokenLogprobs
-from megatron_pgloss.megatron import call, factors, modes, outputs
+from megatron_pgloss.megatron import call, factors, modes, outputs, vocabulary
 from megatron_pgloss.megatron.call import Boundaries, Forward, Inputs, Shard
 from megatron_pgloss.megatron.conditions import Setup
 from megatron_pgloss.megatron.context_parallel import shard
@@ -74,14 +74,26 @@ class Runtime:
         # What steps of several ranks must have in common, beside what a plan compares anyway.
         self._agreed: dict[str, object] = {
             "head": head, "head_memory": head_memory, "reuse_logits": reuse_logits, "forward": forward is not None,
-            "on_nonfinite": on_nonfinite,
+            "on_nonfinite": on_nonfinite, "vocab_size": vocab_size,
         }  # fmt: skip
         self.layout = Layout.read(pg_collection)
         self._model, self._head_mode = model, head
         bare = self.look_again()
-        self.vocab_size: int | None = vocab_size or getattr(bare[0], "vocab_size", None)
+        said = vocabulary.of_model(bare)
+        if vocab_size is not None and said is not None and vocab_size > said:
+            raise SpecError("vocab_size is larger than the model's", expected=f"at most {said}", got=vocab_size)
+        self.vocab_size: int | None = vocab_size or said
+        """Columns of the softmax, where anything says how many they are."""
+        self._ids_below = self.vocab_size or vocabulary.of_embeddings(bare)
         self.head: Head = make_head(
-            head, bare, self.layout, spec, vocab_size=self.vocab_size, reuse=reuse_logits, memory=head_memory
+            head,
+            bare,
+            self.layout,
+            spec,
+            vocab_size=self.vocab_size,
+            padded=said,
+            reuse=reuse_logits,
+            memory=head_memory,
         )
 
     def look_again(self) -> list[Any]:
@@ -145,7 +157,7 @@ class Runtime:
         return plan(
             batches, spec, split=self.split, ranks=self.layout.ranks,
             arrangement=replace(self.arrangement, agreed=tuple(common.items())),
-            interleaved=interleaved, vocab_size=self.vocab_size, **more,
+            interleaved=interleaved, vocab_size=self._ids_below, **more,
         )  # fmt: skip
 
     @property

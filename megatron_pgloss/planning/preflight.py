@@ -38,9 +38,11 @@ class Request:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Everything but the spec, by name, as errors call it."""
+        """What must be the same on every rank beside the spec, by name, as errors call it. A bound of token ids need
+        not be: each rank looks at its own rows, and one that knows none raises what another finds.
+        """
         given = {"split": self.split, "coef": dict(sorted(self.coef.items())), "interleaved": self.interleaved}
-        given |= {"vocab_size": self.vocab_size, "version": self.version, "step": dict(self.arrangement.agreed)}
+        given |= {"version": self.version, "step": dict(self.arrangement.agreed)}
         return given | {"arrangement": replace(self.arrangement, agreed=())}
 
     @property
