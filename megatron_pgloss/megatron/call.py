@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_pgloss.errors import DataError, PGLossError, UnsupportedError
+from megatron_pgloss.errors import DataError, LayoutError, PGLossError, UnsupportedError
 from megatron_pgloss.megatron import mtp, padding
 from megatron_pgloss.megatron.conditions import Setup, in_chain
 from megatron_pgloss.planning import MicroBatch
@@ -32,9 +32,18 @@ class Boundaries:
 
     read: set[tuple[int, int]] = field(default_factory=set)
     """(chunk, micro-batch)."""
+    handed_out: set[tuple[int, int]] = field(default_factory=set)
+    """Those that the schedule asked for."""
 
     def unread(self, chunks: int, microbatches: int) -> PGLossError | None:
-        """The error for the first micro-batch whose boundaries no model of this rank was given, or None."""
+        """The error for the first micro-batch whose boundaries no model of this rank was given, or for a schedule that
+        did not ask for all of them; or None.
+        """
+        for chunk in range(chunks):
+            ran = sum(one == chunk for one, _ in self.handed_out)
+            if ran < microbatches:
+                place = f"chunk {chunk}" if chunks > 1 else None
+                return another_number("fewer", expected=microbatches, got=ran, where=place)
         for number in range(microbatches):
             for chunk in range(chunks):
                 if (chunk, number) not in self.read:
@@ -46,6 +55,26 @@ class Boundaries:
                         "PolicyLossStep(forward=FN) does it in scoring too",
                     )
         return None
+
+
+def another_number(more_or_fewer: str, *, expected: object, got: object, where: str | None = None) -> PGLossError:
+    """The error of a schedule that was given another number of micro-batches than the step has."""
+    return LayoutError(
+        f"the schedule ran {more_or_fewer} micro-batches than the step has", expected=expected, got=got, where=where,
+        fix="give it num_microbatches=step.num_microbatches and data_iterator=step.data_iterator(), anew in each step",
+    )  # fmt: skip
+
+
+def following(data_iterator: Iterator[Shard]) -> Shard:
+    """The next micro-batch.
+
+    Raises:
+        LayoutError: there is none.
+    """
+    micro = next(data_iterator, None)
+    if micro is None:
+        raise another_number("more", expected="as many as step.num_microbatches", got="one more")
+    return micro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -176,6 +176,7 @@ class Runtime:
         def shards(chunk: int) -> Iterator[Shard]:
             for micro in made.microbatches(self.layout.device):
                 part = shard(micro, self.layout.cp_rank, self.layout.cp_size, self.layout.cp)
+                notes.handed_out.add((chunk, micro.number))
                 yield Shard.of(part, chunk, notes)
 
         return [shards(chunk) for chunk in range(len(self.chunks))] if len(self.chunks) > 1 else shards(0)

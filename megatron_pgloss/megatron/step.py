@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import Caught, DataError
-from megatron_pgloss.megatron import counting, factors, finish, forward_only, gradients, mtp, padding
+from megatron_pgloss.megatron import call, counting, factors, finish, forward_only, gradients, mtp, padding
 from megatron_pgloss.megatron.call import Boundaries, Forward, Shard
 from megatron_pgloss.megatron.head import HeadMode
 from megatron_pgloss.megatron.micro_loss import micro_loss
@@ -205,7 +205,7 @@ class PolicyLossStep(Runtime):
     ) -> tuple[Any, Callable[..., Any]]:
         """Megatron's ``forward_step_func``: run the model on the next micro-batch and hand over its loss function."""
         self.refuse_another(model)
-        micro = next(data_iterator)
+        micro = call.following(data_iterator)
         with self.watch.during("forward", micro.number, then="schedule"):
             return self.run_model(micro, model), self.loss_func(micro)
 
