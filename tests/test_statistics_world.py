@@ -217,11 +217,12 @@ def test_a_recorded_update_is_as_if_old_had_been_scored_before_it(name: str, fou
 
 @pytest.mark.parametrize("name", ["tp2 pp2", "cp2 dp2"])
 def test_the_pass_adds_few_and_small_collectives(name: str, found: Any) -> None:
-    """Plan and revision: a gather over the world and one of prompts each. Gates: per quantile a count and 8 digits, per
+    """Plan and revision: a gather over the world and one of prompts each; between them one that carries what a rule
+    raises. Gates: per quantile a count and 8 digits, per
     cut 8, per draw two means, two counts and 8, of the top two means, a count and 8; and one mean weight.
     """
     for calls in (by_rank[name]["calls"] for by_rank in found):
-        want = {"world": 2}
+        want = {"world": 3}
         if name == "cp2 dp2":
             want |= {"dp": 2 + (1 + 8) + 8 + (2 + 2 + 8) + (2 + 1 + 8) + 1, "cp": 1}
         else:

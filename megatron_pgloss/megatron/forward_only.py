@@ -39,7 +39,7 @@ def statistics_pass(runtime: Runtime, made: Plan) -> Plan:
     """``made`` with everything decided that needs the whole step, from one forward-only pass over it."""
     entropy = runtime.spec.needs_entropy
     streams = whole_pass(runtime, made, runtime.chunks, _logprobs(runtime, entropy=entropy), streams=1 + entropy)
-    return decided(made, streams[0], streams[1] if entropy else None)
+    return decided(made, lambda: (streams[0], streams[1] if entropy else None))
 
 
 def reference_logits(runtime: Runtime, made: Plan, chunks: list[Any]) -> list[Tensor]:

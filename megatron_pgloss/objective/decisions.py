@@ -11,7 +11,7 @@ all rows of the job is counted by `megatron_pgloss.planning.select`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.planning import MicroBatch, Plan
 from megatron_pgloss.planning.component_table import Decided, GroupTerm
 from megatron_pgloss.planning.select import Job, draws
-from megatron_pgloss.rules import gates
+from megatron_pgloss.rules import Verdict, gates
 from megatron_pgloss.spec import (
     Component,
     CovarianceGate,
@@ -36,27 +36,61 @@ from megatron_pgloss.spec import (
     PolicyGradient,
     SecondMomentGate,
 )
+from megatron_pgloss.spec.corrections import Correction
 
 
-def decide(plan: Plan, micro: MicroBatch, logp_T: Tensor, entropy_T: Tensor | None) -> dict[str, Decided]:
-    """Decide gates and mean weights of ``plan``, for every component. A collective over the data-parallel ranks.
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """One component on this rank's rows: all that the pass finds out without another rank, by users' functions too."""
+
+    x: Streams
+    gates: dict[int, Tensor]
+    """Gate by its place in the spec to bool [T], which tokens it lets pass: those that need no other rank."""
+    said: list[tuple[int, Correction, Verdict]]
+    """What the late corrections say."""
+
+
+def look(plan: Plan, micro: MicroBatch, logp_T: Tensor, entropy_T: Tensor | None) -> list[Looked]:
+    """The part of the pass that a rank makes alone. What it raises is to be carried before `decide` begins.
 
     Args:
         micro: all rows of this rank as one micro-batch (`Plan.whole`).
         logp_T: log-probs of the policy at the start of the step; entropy_T where the spec reads it.
     """
+    spec = plan.spec
+    assert spec is not None
+    streams = [Streams(micro, part, spec, logp_T, entropy_T) for part in spec.components]
+    settle(streams, micro, spec)
+    return [Looked(x, _gates(x.component, x, spec), corrected(x.component, x, spec)) for x in streams]
+
+
+def decide(plan: Plan, looked: Sequence[Looked]) -> dict[str, Decided]:
+    """Decide gates and mean weights of ``plan``, for every component. A collective over the data-parallel ranks.
+
+    Args:
+        looked: what every component's rules say on this rank's own rows.
+    """
     assert plan.spec is not None
     findings, job = {}, Job(plan.ranks)
-    streams = [Streams(micro, part, plan.spec, logp_T, entropy_T) for part in plan.spec.components]
-    settle(streams, micro, plan.spec)
-    for x in streams:
-        part = x.component
+    for one in looked:
+        x, part = one.x, one.x.component
         group: GroupTerm | None = None
         if isinstance(part, PolicyGradient) and part.needs_statistics_pass:
             group = group_terms(part, x, plan)
         found = Decided(group=group)
-        passes_T = _gates(part, x, plan, job, found)
-        passes_T = passes_T & _corrections(part, x, plan.spec, job, found)
+        passes_T = torch.ones_like(x.members)
+        for i, gate in enumerate(plan.spec.gates):
+            if not gate.acts_on(part):
+                continue
+            if gate.needs_statistics_pass:
+                scene = Scene(plan, job, found.thresholds.setdefault(i, {}))
+                found.gates[i] = DECIDE[gate.kind](gate, x, scene)
+            elif i in one.gates:
+                found.gates[i] = one.gates[i]
+            else:
+                continue
+            passes_T = passes_T & found.gates[i]
+        passes_T = passes_T & _corrections(one, job, found)
         rejecting: list[object] = [gate for gate in plan.spec.gates if gate.acts_on(part)]
         rejecting += [rule for rule in plan.spec.corrections_on(part, late=True) if rule.rejects]
         if not part.count_rejected and rejecting:
@@ -65,42 +99,34 @@ def decide(plan: Plan, micro: MicroBatch, logp_T: Tensor, entropy_T: Tensor | No
     return findings
 
 
-def _gates(part: Component, x: Streams, plan: Plan, job: Job, found: Decided) -> Tensor:
-    assert plan.spec is not None
-    passes_T = torch.ones_like(x.members)
-    for i, gate in enumerate(plan.spec.gates):
-        if not gate.acts_on(part):
+def _gates(part: Component, x: Streams, spec: LossSpec) -> dict[int, Tensor]:
+    found: dict[int, Tensor] = {}
+    for i, gate in enumerate(spec.gates):
+        if not gate.acts_on(part) or gate.needs_statistics_pass or part.count_rejected:
             continue
-        if gate.needs_statistics_pass:
-            spared_T = DECIDE[gate.kind](gate, x, Scene(plan, job, found.thresholds.setdefault(i, {})))
-        elif not part.count_rejected:
-            said = gates.apply(gate, x, gate_key(i))
-            if said.passes is None:
-                raise DataError(
-                    f"{part.name}: count_rejected=False with a soft gate: a factor rejects nothing",
-                    expected="a gate that returns bool",
-                    got="a factor",
-                    fix="count_rejected=True",
-                )
-            spared_T = said.passes
-        else:
-            continue
-        found.gates[i] = spared_T
-        passes_T = passes_T & spared_T
-    return passes_T
+        said = gates.apply(gate, x, gate_key(i))
+        if said.passes is None:
+            raise DataError(
+                f"{part.name}: count_rejected=False with a soft gate: a factor rejects nothing",
+                expected="a gate that returns bool",
+                got="a factor",
+                fix="count_rejected=True",
+            )
+        found[i] = said.passes
+    return found
 
 
-def _corrections(part: Component, x: Streams, spec: LossSpec, job: Job, found: Decided) -> Tensor:
+def _corrections(one: Looked, job: Job, found: Decided) -> Tensor:
     """What the late corrections keep, bool [T]; notes the mean of those that are normalised.
 
     A mean is over the members that all corrections leave; gates shrink the numerator alone and are not asked.
     """
-    said = corrected(part, x, spec)
+    x = one.x
     passes_T = torch.ones_like(x.members)
-    for _, _, verdict in said:
+    for _, _, verdict in one.said:
         passes_T = passes_T if verdict.passes is None else passes_T & verdict.passes
     trained_T = x.members & passes_T
-    for i, rule, verdict in said:
+    for i, rule, verdict in one.said:
         if rule.normalizes and verdict.weight is not None:
             unit = rule.statistic_unit
             counted_T = trained_T if unit is None else _one_each(x._units(unit), trained_T)
