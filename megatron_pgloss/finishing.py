@@ -143,7 +143,9 @@ def place_of_fault(mine: Mapping[str, Metric], plan: Plan) -> str:
         if name.endswith("/fault_at") and math.isfinite(float(metric.value)) and plan.batch is not None:
             at = int(metric.value)
             token = f"token id {int(plan.batch.targets_T[at])}"
-            return f"component {name.split('/')[0]}, {plan.batch.where(at, 'logits')}, of {token}"
+            holes = [stream for stream, one in plan.batch.streams.items() if one.dim() == 1 and not one[at].isfinite()]
+            beside = f", where {', '.join(holes)} is not finite" if holes else ""
+            return f"component {name.split('/')[0]}, {plan.batch.where(at, 'logits')}, of {token}{beside}"
     return ""
 
 

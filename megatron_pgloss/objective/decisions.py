@@ -61,7 +61,18 @@ def look(plan: Plan, micro: MicroBatch, logp_T: Tensor, entropy_T: Tensor | None
     assert spec is not None
     streams = [Streams(micro, part, spec, logp_T, entropy_T) for part in spec.components]
     settle(streams, micro, spec)
-    return [Looked(x, _gates(x.component, x, spec), corrected(x.component, x, spec)) for x in streams]
+    looked = [Looked(x, _gates(x.component, x, spec), corrected(x.component, x, spec)) for x in streams]
+    for x in streams:
+        if x.lost is not None and bool(x.lost.any()):
+            assert plan.batch is not None
+            at = int(x.lost.to(torch.int8).argmax())
+            holes = [name for name, one in plan.batch.streams.items() if one.dim() == 1 and not one[at].isfinite()]
+            raise DataError(
+                f"a non-finite value that a statistic of component {x.component.name!r} reads",
+                expected="finite values at all action tokens of a unit that is trained on, masked or not",
+                where=plan.batch.where(at, " or ".join(holes)), fix="mend the source, or take the whole unit out",
+            )  # fmt: skip
+    return looked
 
 
 def decide(plan: Plan, looked: Sequence[Looked]) -> dict[str, Decided]:

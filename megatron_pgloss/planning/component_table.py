@@ -75,6 +75,10 @@ class ComponentTable:
     thresholds: dict[int, dict[str, float]] = field(default_factory=dict)
     """Index of a gate in the spec to the threshold that a statistics pass found, by name."""
 
+    doubtful: dict[str, Tensor] = field(default_factory=dict)
+    """Unit to bool [T]: tokens outside the members that a user's statistic over the unit may read, and at which some
+    stream is not finite (`megatron_pgloss.planning.values.doubtful`)."""
+
     def with_finding(self, found: Decided) -> ComponentTable:
         """The same with the findings of a statistics pass."""
         return replace(
