@@ -250,3 +250,44 @@ def test_a_schedule_of_another_number_of_micro_batches_is_told_both_numbers(foun
         assert "fewer micro-batches than the step has" in text and "num_microbatches=step.num_microbatches" in text
         assert f"expected {seen['number']}; got {seen['number'] - 1}; at rank 0" in text
         assert seen["more"][0] == "LayoutError" and "more micro-batches than the step has" in seen["more"][1]
+
+
+FORWARDS: dict[str, tuple[Callable[..., Any], str]] = {
+    "tokens and **kwargs": (lambda tokens, **kwargs: None, "input_ids (there: tokens)"),
+    "tokens=None and **kwargs": (lambda tokens=None, position_ids=None, **kwargs: None, "input_ids (there: tokens)"),
+    "another word for boundaries": (
+        lambda input_ids, position_ids, packing=None, **kwargs: None, "packed_seq_params (there: packing)"),
+    "an image": (lambda input_ids, position_ids, image, **kwargs: None, "image, which it asks for"),
+    "places": (lambda input_ids, places, packed_seq_params: None, "position_ids (there: places)"),
+    "nothing but **kwargs": (lambda *args, **kwargs: None, ""),
+    "defaults of its own": (lambda input_ids, position_ids, attention_mask, image=None, **kwargs: None, ""),
+    "both words": (lambda input_ids, tokens=None, **kwargs: None, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_forward_that_calls_its_inputs_otherwise_is_told_both_names(name: str) -> None:
+    """``**kwargs`` takes every keyword, the step's word for the tokens too, and hands it to nobody."""
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_pgloss.megatron import call
+
+    model = torch.nn.Module()
+    model.forward, said = FORWARDS[name]
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    assert call.not_taken(model, config, packed=True) == said
+
+
+def test_a_function_that_runs_the_model_takes_three_arguments() -> None:
+    from megatron_pgloss.megatron import call
+
+    for right in (lambda model, micro, inputs: None, lambda *args: None, lambda m, i, x, more=1: None, print):
+        call.check(right)
+    for wrong, words in (
+        (lambda model, micro: None, "too many positional"),
+        (lambda a, b, c, d: None, "'d'"),
+        (3, "no"),
+    ):
+        with pytest.raises(pg.SpecError) as raised:
+            call.check(wrong)
+        assert "FN(model, micro, inputs) -> output" in str(raised.value) and words in str(raised.value)

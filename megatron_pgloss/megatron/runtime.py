@@ -65,8 +65,8 @@ class Runtime:
     ) -> None:
         if on_nonfinite not in ("raise", "skip", "report"):
             raise SpecError(f"on_nonfinite={on_nonfinite!r}", expected="'raise', 'skip' or 'report'")
-        if forward is not None and not callable(forward):
-            raise SpecError("forward= is not a function", expected="FN(model, micro, inputs) -> output", got=forward)
+        if forward is not None:
+            call.check(forward)
         self.spec, self.split = spec, split
         self._forward, self.on_nonfinite = forward, on_nonfinite
         self.masked = False
