@@ -79,7 +79,8 @@ def finish(
         what = f"gradients of rank {broken[0]}" if broken else "log-probs or terms inside a component"
         raise NonFiniteError(
             f"{what} are not finite", expected="finite values", got=f"{found['fault']:g} faults", where=_place(rows),
-            fix="leave this step out: optimizer.zero_grad(); or on_nonfinite='report', and look at found['fault']",
+            fix="leave this step out: optimizer.zero_grad(); or on_nonfinite='report', and look at found['fault']. An "
+            "id for which the logits have no column is scored NaN: plan(vocab_size=...) refuses it by name",
         )  # fmt: skip
     return found
 
@@ -143,7 +144,11 @@ def place_of_fault(mine: Mapping[str, Metric], plan: Plan) -> str:
     """Where this rank's first faulty token is, or the empty string."""
     for name, metric in mine.items():
         if name.endswith("/fault_at") and math.isfinite(float(metric.value)) and plan.batch is not None:
-            return f"component {name.split('/')[0]}, {plan.batch.where(int(metric.value), 'logits')}"
+            at = int(metric.value)
+            token = f"token id {int(plan.batch.targets_T[at])}"
+            holes = [stream for stream, one in plan.batch.streams.items() if one.dim() == 1 and not one[at].isfinite()]
+            beside = f", where {', '.join(holes)} is not finite" if holes else ""
+            return f"component {name.split('/')[0]}, {plan.batch.where(at, 'logits')}, of {token}{beside}"
     return ""
 
 

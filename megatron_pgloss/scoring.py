@@ -4,17 +4,16 @@ tokens of a rank, `N` positions of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.logprobs import TokenLogprobs
-from megatron_pgloss.objective.decisions import decide
+from megatron_pgloss.objective.decisions import decide, look
 from megatron_pgloss.objective.straddling import with_slopes
 from megatron_pgloss.planning import MicroBatch, Plan
-from megatron_pgloss.planning.carried import Carried
 from megatron_pgloss.planning.revision import revise
 from megatron_pgloss.rollouts import TokenBatch
 
@@ -62,24 +61,22 @@ def statistics_pass(plan: Plan, scored: Sequence[TokenLogprobs]) -> Plan:
 
     Raises:
         DataError: there is another number of entries than micro-batches, an entry has the wrong shape, or entropy is
-            missing (on every rank alike).
+            missing; or what a user's function raised, with its type's name. On every rank alike.
     """
     if not plan.needs_statistics_pass:
         return plan
-    with Carried() as here:
-        logp_T, entropy_T = _whole_rows(plan, list(scored))
-    here.gather(plan.ranks)
-    assert plan.spec is not None
-    return decided(plan, logp_T, entropy_T if plan.spec.needs_entropy else None)
+    return decided(plan, lambda: _whole_rows(plan, list(scored)))
 
 
-def decided(plan: Plan, logp_T: Tensor, entropy_T: Tensor | None) -> Plan:
-    """The plan that `statistics_pass` returns, from log-probs and entropies of whole rows, float [T] on the CPU."""
-    found = decide(plan, plan.whole(), logp_T, entropy_T)
-    return with_slopes(revise(plan, found), logp_T, entropy_T)
+def decided(plan: Plan, rows: Callable[[], tuple[Tensor, Tensor | None]]) -> Plan:
+    """The plan that `statistics_pass` returns, from whole rows: ``rows()`` gives log-probs, and the entropy where the
+    spec reads it, float [T] on the CPU.
+    """
+    looked, logp_T, entropy_T = look(plan, rows)
+    return with_slopes(revise(plan, decide(plan, looked)), logp_T, entropy_T)
 
 
-def _whole_rows(plan: Plan, scored: list[TokenLogprobs]) -> tuple[Tensor, Tensor]:
+def _whole_rows(plan: Plan, scored: list[TokenLogprobs]) -> tuple[Tensor, Tensor | None]:
     micros = list(plan.microbatches("cpu"))
     if len(scored) != len(micros):
         raise DataError("log-probs of another number of micro-batches", expected=len(micros), got=len(scored))
@@ -96,6 +93,6 @@ def _whole_rows(plan: Plan, scored: list[TokenLogprobs]) -> tuple[Tensor, Tensor
     dtype = torch.float64 if any(lp.logprob.dtype == torch.float64 for lp in scored) else torch.float32
     logp_T = gather_tokens(((m, lp.logprob) for m, lp in zip(micros, scored, strict=True)), total, dtype)
     if not plan.spec.needs_entropy:
-        return logp_T, logp_T
+        return logp_T, None
     pairs = [(m, lp.entropy) for m, lp in zip(micros, scored, strict=True) if lp.entropy is not None]
     return logp_T, gather_tokens(pairs, total, dtype)

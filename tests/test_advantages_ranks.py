@@ -79,6 +79,13 @@ def world(rank: int, size: int) -> dict[str, Any]:
         "nan": error_of(lambda: A.group_relative(part, bad_S, group=everyone)),
         "broken batch": error_of(lambda: A.group_relative(bare, [1.0], group=everyone)),
         "options": error_of(lambda: A.group_relative(part, reward_S[rows], min_voters=2 + rank, group=everyone)),
+        "over": error_of(lambda: A.whiten(part, over="sequence" if rank else "tokens", group=everyone)),
+        "k": error_of(lambda: A.pass_at_k(part, reward_S[rows], 0 if rank else 1, group=everyone)),
+        "another k": error_of(lambda: A.pass_at_k(part, reward_S[rows], 2 + rank, group=everyone)),
+        "weights": error_of(lambda: A.gdpo(part, {"r": reward_S[rows]}, weights={"rs"[rank]: 1.0}, group=everyone)),
+        "baseline": error_of(
+            lambda: A.reinforce_plus_plus(part, reward_S[rows], baseline="groups" if rank else "none", group=everyone)
+        ),
         "order": error_of(lambda: A.gae(part, reward_S[rows], values=value_T[at], group=everyone)),
         "rewards": error_of(lambda: A.group_relative(part, reward_S[rows] + rank, group=everyone)),
         "no group": error_of(lambda: A.group_relative(part, reward_S[rows])),
@@ -95,7 +102,12 @@ def test_two_ranks_find_what_one_process_finds_and_fail_alike(everyone: Any) -> 
     for name, words in {
         "nan": ("DataError", "not finite", "rank 1, sample 'w'"),
         "broken batch": ("DataError", "a length is larger", "rank 1"),
-        "options": ("LayoutError", "different arguments", "rank 0 and rank 1"),
+        "options": ("LayoutError", "different arguments", "min_voters = 2 on rank 0 and 3 on rank 1; at rank 0 and"),
+        "over": ("DataError", "over='sequence'", "rank 1"),
+        "k": ("DataError", "pass_at_k: k must be", "rank 1"),
+        "another k": ("LayoutError", "k = 2 on rank 0 and 3 on rank 1"),
+        "weights": ("DataError", "weights names 's'", "rank 1"),
+        "baseline": ("DataError", "baseline='groups'", "rank 1"),
         "order": ("DataError", "order=", "ranks [0, 1]"),
         "rewards": ("DataError", "different rewards"),
         "no group": ("LayoutError", "group=None", "world size 2", "group='local'"),

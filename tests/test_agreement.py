@@ -45,6 +45,9 @@ def disagreements(rank: int, world: int) -> dict[str, tuple[str, str, float]]:
     found = {}
     dapo = pg.presets.dapo()
     found["specs"] = outcome(planned(spec=pg.presets.dapo(high=0.29) if me else dapo))
+    found["three specs"] = outcome(planned(spec=pg.presets.dapo(high={1: 0.3, 3: 0.31}.get(rank, 0.28))))
+    found["specs of other forms"] = outcome(planned(spec=pg.presets.cispo() if me else dapo))
+    found["other calls"] = outcome(lambda: list(pg.minibatches([], 1, group=dist.group.WORLD)) if me else planned()())
     found["splits"] = outcome(planned(split=pg.Split(sequences=3) if me else SPLIT))
     found["coefficients"] = outcome(planned(coef={"kl": 0.5} if me else None))
     ours, wire.__version__ = wire.__version__, "other" if me else wire.__version__
@@ -151,13 +154,22 @@ def test_the_error_names_rank_sample_position_and_stream(name: str, stream: str,
 
 
 DISAGREE = {
-    "specs": ("LayoutError", ("different loss specs", "rank 0 and rank 2")),
-    "splits": ("LayoutError", ("differ in split", "rank 0 and rank 2")),
-    "coefficients": ("LayoutError", ("differ in split, coefficients", "rank 0 and rank 2")),
-    "versions": ("LayoutError", ("different versions", "rank 0 and rank 2")),
+    "specs": ("LayoutError", ("different loss specs", "surrogate.high = 0.28 on rank 0 and 0.29 on rank 2; at")),
+    "splits": ("LayoutError", ("differ in split", "got split.sequences = 2 on rank 0 and 3 on rank 2; at")),
+    "coefficients": ("LayoutError", ("differ in split, coefficients", "coef.kl = 0.1 on rank 0 and 0.5 on rank 2; at")),
+    "versions": ("LayoutError", ("different versions", "megatron_pgloss = ", "on rank 0 and 'other' on rank 2")),
+    "three specs": ("LayoutError", ("high = 0.28 on rank 0 and 0.3 on rank 1", "3 of the others differ from rank 0")),
+    "specs of other forms": (
+        "LayoutError",
+        ("kind = 'clip' on rank 0 and 'cispo' on rank 2", "dual = None on rank 0 and (absent)"),
+    ),
+    "other calls": ("LayoutError", ("components[0].kind = 'policy_gradient' on rank 0 and (absent) on rank 2",)),
     "a stream on some ranks": ("LayoutError", ("some ranks only: ref", "rank 0 and rank 2")),
     "temperature on some ranks": ("LayoutError", ("some ranks only: temperature",)),
-    "a mask on some ranks": ("LayoutError", ("some ranks only: masks or weights",)),
+    "a mask on some ranks": (
+        "LayoutError",
+        ("some ranks only: masks or weights", "masks.keep = True on rank 0 and (absent) on rank 2"),
+    ),
     "ids on some ranks": ("LayoutError", ("some ranks only: sample_ids",)),
     "weights on some ranks": ("LayoutError", ("some ranks only: masks or weights",)),
     "two faulty ranks": ("DataError", ("rank 1, ", "1 more rank", "3")),
@@ -192,6 +204,12 @@ def test_a_replica_has_one_batch(axis: str, name: str, faults: Any) -> None:
         assert kind == "LayoutError"
         assert "ranks of one replica" in text
         assert f"rank {GUILTY}" in text
+        said = {
+            "another order": "tokens, action, ",
+            "another value": "contents of old, row 0 (sample ",
+            "no rows": "number of rows = ",
+        }
+        assert said[name] in text, text
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp", "cp"])

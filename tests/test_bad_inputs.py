@@ -188,6 +188,42 @@ def others() -> Iterator[tuple[str, Case]]:
     yield "episode_lengths: no batches", lambda me: pg.advantages.episode_lengths(5 if me else [batch()], **group)  # type: ignore[arg-type]
 
 
+def passes() -> Iterator[tuple[str, Case]]:
+    """Users' functions in the statistics pass, before collectives over the data-parallel ranks."""
+
+    def passed(me: bool, part: pg.PolicyGradient, gates: list[Any]) -> Any:
+        spec = pg.LossSpec(components=[part], gates=[pg.CovarianceGate(select="top", share=0.5), *gates])
+        plan = planned([batch()], spec=spec)
+        scored = [pg.TokenLogprobs(logprob=torch.full(micro.shape, -1.0)) for micro in plan.microbatches()]
+        return pg.statistics_pass(plan, scored)
+
+    def raising(me: bool, what: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def fn(x: Any) -> Any:
+            if me:
+                raise KeyError("mine")
+            return what(x)
+
+        return fn
+
+    strict = {"count_rejected": False}
+    yield (
+        "statistics pass: a gate that raises",
+        lambda me: passed(me, pg.PolicyGradient(**strict), [pg.Gate(raising(me, lambda x: x.logp > -9))]),
+    )
+    yield (
+        "statistics pass: a gate of another shape",
+        lambda me: passed(me, pg.PolicyGradient(**strict), [pg.Gate(lambda x: x.logp[:1] > -9 if me else x.logp > -9)]),
+    )
+    yield (
+        "statistics pass: a soft gate",
+        lambda me: passed(me, pg.PolicyGradient(**strict), [pg.Gate(lambda x: x.logp.exp() if me else x.logp > -9)]),
+    )
+    yield (
+        "statistics pass: a ratio that raises",
+        lambda me: passed(me, pg.PolicyGradient(ratio=pg.CustomRatio(raising(me, lambda x: x.logp - x.old))), []),
+    )
+
+
 def disagreements() -> Iterator[tuple[str, Case]]:
     """Both ranks are right by themselves."""
     for name, wrong in {"seed": {"seed": 7}, "count": {"count": 1}, "by": {"by": "sequence"}}.items():
@@ -203,7 +239,7 @@ def disagreements() -> Iterator[tuple[str, Case]]:
 
 def cases() -> dict[str, Case]:
     """Name to what a rank does."""
-    return dict((*arguments(), *data(), *options(), *others()))
+    return dict((*arguments(), *data(), *options(), *others(), *passes()))
 
 
 def outcome(call: Callable[[], Any]) -> tuple[str, str, float]:

@@ -149,6 +149,52 @@ def test_corrections_over_a_unit_alike(rule: Any) -> None:
     pg.plan([batch], spec_of(pg.PolicyGradient(), corrections=by_token), split=ONE)
 
 
+def over_units(**more: Any) -> pg.PolicyGradient:
+    """A ratio of the user's own: the sequence's mean of a stream that it does not name."""
+    fn = more.pop("fn", lambda x: x.unit_mean(x.log_ratio))
+    return pg.PolicyGradient(ratio=pg.CustomRatio(fn, **more), count_rejected=False)
+
+
+def test_a_statistic_that_a_user_s_function_declares_is_checked_like_our_own() -> None:
+    batch = pictured("cAA", "cA", old_logprobs=hole(NAN), **MASKED)
+    mean = pg.Statistic(name="mean", of="log_ratio")
+    words = ("a statistic of component 'rl' reads", "row 0, token 2, stream 'old'")
+    declared = over_units(fn=lambda x: x.statistic("mean"), statistics=(mean,))
+    refused(pg.DataError, lambda: pg.plan([batch], spec_of(declared), split=ONE), *words)
+    members = over_units(fn=lambda x: x.statistic("mean"), statistics=(mean.replace(over="members"),))
+    pg.plan([batch], spec_of(members), split=ONE)
+
+
+def test_what_a_user_s_function_reads_beside_that_is_a_fault_with_its_name() -> None:
+    """Nothing says before it runs that the function reads ``old`` at the masked token: the loss finds it there."""
+
+    def finished(batch: pg.TokenBatch, spec: pg.LossSpec) -> dict[str, float]:
+        plan = pg.plan([batch], spec, split=ONE)
+        micros = list(plan.microbatches())
+        logp = [torch.full(micro.shape, -1.0, dtype=torch.float64, requires_grad=True) for micro in micros]
+        outs = [pg.policy_loss(pg.TokenLogprobs(logprob=x), micro) for x, micro in zip(logp, micros, strict=True)]
+        return pg.finish(plan, outs)
+
+    for at, masked in ((2, MASKED["masks"]["m"]), (1, [False, False, False, True, True])):
+        batch = pictured("cAA", "cA", old_logprobs=hole(NAN, at), masks={"m": masked})
+        if at == 1:  # nobody trains on that row
+            assert finished(batch, spec_of(over_units()))["rl/fault"] == 0
+            continue
+        place = "component rl, row 0, token 2, stream 'logits', of token id 3, where old is not finite"
+        refused(pg.NonFiniteError, lambda b=batch: finished(b, spec_of(over_units())), "got 1 faults", place)
+        by_token = pg.PolicyGradient(ratio=pg.CustomRatio(lambda x: x.logp - x.old))
+        assert finished(batch, spec_of(by_token))["rl/fault"] == 0  # a token's own ratio does not look there
+
+
+def test_the_statistics_pass_refuses_it_since_its_gates_run_once() -> None:
+    batch = pictured("cAA", "cA", old_logprobs=hole(NAN), sample_ids=["a", "b"], **MASKED)
+    gate = pg.Gate(lambda x: x.unit_sum(x.log_ratio) > -1)
+    plan = pg.plan([batch], spec_of(pg.PolicyGradient(count_rejected=False), gates=[gate]), split=ONE)
+    scored = [pg.TokenLogprobs(logprob=torch.full(m.shape, -1.0, dtype=torch.float64)) for m in plan.microbatches()]
+    words = ("a statistic of component 'rl' reads", "sample 'a', token 2, stream 'old'")
+    refused(pg.DataError, lambda: pg.statistics_pass(plan, scored), *words)
+
+
 def test_gmpo_reads_the_sign_of_every_advantage() -> None:
     gmpo = pg.PolicyGradient(surrogate=pg.spec.GMPO())
     batch = pictured("cAA", "cA", old_logprobs=-1.0, advantages=hole(NAN), **MASKED)

@@ -140,6 +140,22 @@ def once_unread(rows: list[Any], rank: int) -> tuple[str, str]:
     return found
 
 
+def another_number(rows: list[Any]) -> dict[str, Any]:
+    """The schedule is told one micro-batch less than the step has, then one more."""
+    job, found = JOBS["cp2 tp2 packed"], {}
+    chunks, where = jobs.build(job)
+    spec = pg.presets.reinforce()
+    step = pgm.PolicyLossStep(spec, chunks, split=job.split)
+    step.begin(jobs.batches_of(job, where, spec, rows))
+    found["number"] = step.num_microbatches
+    losses = jobs.run_schedule(step, chunks, num_microbatches=step.num_microbatches - 1)
+    found["fewer"] = outcome(lambda: step.finish(losses))[:2]
+    more = step.num_microbatches + 1
+    found["more"] = outcome(lambda: jobs.run_schedule(step, chunks, num_microbatches=more))[:2]
+    layouts.leave(chunks)
+    return found
+
+
 def read_by_a_reference_alone(rows: list[Any]) -> tuple[str, str]:
     """The step runs the reference by itself, on the same micro-batch: that does not stand for the policy."""
     job = JOBS["cp2 tp2 packed"]
@@ -165,6 +181,7 @@ def tour(rank: int, world: int) -> dict[str, Any]:
     rows = jobs.rows_of_step(0, max_length=13)
     return {name: visit(job, rows) for name, job in JOBS.items()} | {
         "once": once_unread(rows, rank), "reference": read_by_a_reference_alone(rows),
+        "number": another_number(rows),
     }  # fmt: skip
 
 
@@ -221,3 +238,56 @@ def test_what_the_reference_reads_the_policy_has_not_read(found: Any) -> None:
     ((kind, text),) = {by_rank["reference"] for by_rank in found}
     assert kind == "DataError"
     assert "a packed micro-batch was run without its boundaries" in text
+
+
+@pytest.mark.multiproc
+def test_a_schedule_of_another_number_of_micro_batches_is_told_both_numbers(found: Any) -> None:
+    for by_rank in found:
+        seen = by_rank["number"]
+        assert seen == found[0]["number"] and seen["number"] > 1
+        kind, text = seen["fewer"]
+        assert kind == "LayoutError"
+        assert "fewer micro-batches than the step has" in text and "num_microbatches=step.num_microbatches" in text
+        assert f"expected {seen['number']}; got {seen['number'] - 1}; at rank 0" in text
+        assert seen["more"][0] == "LayoutError" and "more micro-batches than the step has" in seen["more"][1]
+
+
+FORWARDS: dict[str, tuple[Callable[..., Any], str]] = {
+    "tokens and **kwargs": (lambda tokens, **kwargs: None, "input_ids (there: tokens)"),
+    "tokens=None and **kwargs": (lambda tokens=None, position_ids=None, **kwargs: None, "input_ids (there: tokens)"),
+    "another word for boundaries": (
+        lambda input_ids, position_ids, packing=None, **kwargs: None, "packed_seq_params (there: packing)"),
+    "an image": (lambda input_ids, position_ids, image, **kwargs: None, "image, which it asks for"),
+    "places": (lambda input_ids, places, packed_seq_params: None, "position_ids (there: places)"),
+    "nothing but **kwargs": (lambda *args, **kwargs: None, ""),
+    "defaults of its own": (lambda input_ids, position_ids, attention_mask, image=None, **kwargs: None, ""),
+    "both words": (lambda input_ids, tokens=None, **kwargs: None, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_forward_that_calls_its_inputs_otherwise_is_told_both_names(name: str) -> None:
+    """``**kwargs`` takes every keyword, the step's word for the tokens too, and hands it to nobody."""
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_pgloss.megatron import call
+
+    model = torch.nn.Module()
+    model.forward, said = FORWARDS[name]
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    assert call.not_taken(model, config, packed=True) == said
+
+
+def test_a_function_that_runs_the_model_takes_three_arguments() -> None:
+    from megatron_pgloss.megatron import call
+
+    for right in (lambda model, micro, inputs: None, lambda *args: None, lambda m, i, x, more=1: None, print):
+        call.check(right)
+    for wrong, words in (
+        (lambda model, micro: None, "too many positional"),
+        (lambda a, b, c, d: None, "'d'"),
+        (3, "no"),
+    ):
+        with pytest.raises(pg.SpecError) as raised:
+            call.check(wrong)
+        assert "FN(model, micro, inputs) -> output" in str(raised.value) and words in str(raised.value)

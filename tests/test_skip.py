@@ -203,6 +203,8 @@ def test_options_are_agreed_before_any_work(name: str, found: Any) -> None:
     ((kind, text),) = {by_rank["differing"][name] for by_rank in found}
     assert kind == "LayoutError"
     assert "ranks differ in split, coefficients or options" in text and "rank 0 and rank 1" in text
+    field = {"into": "into = 'ref' on rank 0 and 'old' on rank 1", "forward": "forward = False on rank 0 and True"}
+    assert f"step.{field.get(name, name)}" in text
     if name != "into":
         assert {by_rank["differing"][name, "alike"] for by_rank in found} == {("fine", "")}
 

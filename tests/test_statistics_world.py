@@ -240,13 +240,14 @@ def test_a_recorded_update_is_as_if_old_had_been_scored_before_it(name: str, fou
 
 @pytest.mark.parametrize("name", ["tp2 pp2", "cp2 dp2"])
 def test_the_pass_adds_few_and_small_collectives(name: str, found: Any) -> None:
-    """Plan and revision: a gather over the world and one of prompts each. Gates: per quantile a count and 8 digits, per
-    cut 8, per draw two means, two counts and 8, of the top two means, a count and 8; and one mean weight. Episodes and
+    """Plan and revision: a gather over the world and one of prompts each; between them two that carry what a rule
+    raises, before statistics over episodes and after them. Gates: per quantile a count and 8 digits, per cut 8, per
+    draw two means, two counts and 8, of the top two means, a count and 8; and one mean weight. Episodes and
     prompts: one gather and a row once more for the plan's corrections; in the pass one gather, one of the rows that
     stand for their episodes in a mean weight and that mean, and one of slopes.
     """
     for calls in (by_rank[name]["calls"] for by_rank in found):
-        want = {"world": 3}
+        want = {"world": 5}
         if name == "cp2 dp2":
             want |= {"dp": 2 + (1 + 8) + 8 + (2 + 2 + 8) + (2 + 1 + 8) + 1 + 1 + (1 + 2 + 1), "cp": 1}
         else:

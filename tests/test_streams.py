@@ -94,14 +94,14 @@ def test_masks_do_not_shrink_statistics_of_what_was_sampled() -> None:
 
 def test_a_stream_that_nobody_reads_does_not_silence_a_unit() -> None:
     """The reference holds NaN; the mean of log-ratios 1 and 3 is 2. Where the ratio's own base is NaN, at a masked
-    action, that token has no vote: 3."""
+    action, that token has no vote, 3, and is a fault with its place: the step must not be made."""
     spec = spec_of(lambda x: x.unit_mean(x.log_ratio))
     unread = pictured("cAA", old_logprobs=-5.0, ref_logprobs=NAN, rollout_logprobs=NAN, masks={"keep": [True] * 3})
     near(solve(unread, spec, [-4.0, -2.0, NAN]).loss, 4.0)
     masked = pictured("cAA", old_logprobs=[NAN, NAN, -5.0], masks={"keep": [True, False, True]})
     answer = solve(masked, spec, [-4.0, -2.0, NAN])
     near(answer.loss, 3.0)
-    assert answer.grad_T.tolist() == [0.0, 1.0, 0.0] and answer.metrics["t/fault"] == 0.0
+    assert answer.grad_T.tolist() == [0.0, 1.0, 0.0] and answer.metrics["t/fault"] == 1.0
 
 
 def test_a_unit_without_voters_is_zero() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -19,8 +19,8 @@ from megatron_pgloss.advantages.inputs import Batches, Ids, Key, deal, merge, nu
 from megatron_pgloss.advantages.relative import spread
 from megatron_pgloss.advantages.reports import GroupReport, SilentGroup
 from megatron_pgloss.advantages.termination import EFFECTS
-from megatron_pgloss.errors import DataError
-from megatron_pgloss.rollouts import Id, TokenBatch
+from megatron_pgloss.errors import Caught, DataError
+from megatron_pgloss.rollouts import Id, TokenBatch, broken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ def opo(
         base = math.fsum(one.tokens * one.rewards[0] for one in group) / sum(one.tokens for one in group)
         return [reward - base for reward in rewards]
 
-    return _compared("opo", batches, {"rewards": rewards}, formula, voters, min_voters, group, ())
+    return _compared("opo", batches, {"rewards": rewards}, formula, voters, min_voters, group, {})
 
 
 def pass_at_k(
@@ -118,9 +118,14 @@ def pass_at_k(
         missed = math.comb(n - right - 1, k - 1) / math.comb(n - 1, k - 1)
         return [(1 - worth) / spread_ if one.rewards[0] else (1 - worth - missed) / spread_ for one in group]
 
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise DataError("pass_at_k: k must be a whole number", expected=">= 1", got=repr(k)[:64])
-    return _compared("pass_at_k", batches, {"rewards": rewards}, formula, voters, max(k, 2), group, (k,))
+    least = 2
+    with Caught() as here:
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise DataError("pass_at_k: k must be a whole number", expected=">= 1", got=repr(k)[:64])
+        least = max(k, 2)
+    if here.error is not None:
+        batches = cast(Batches, [broken(here.error)])  # raised by the gather, on every rank
+    return _compared("pass_at_k", batches, {"rewards": rewards}, formula, voters, least, group, {"k": k})
 
 
 def gdpo(
@@ -145,14 +150,18 @@ def gdpo(
         weights: name to w_k, 1 by default.
         scale: ``none`` leaves the sums as they are.
     """
-    given = {name: real(f"weights[{name!r}]", value) for name, value in (weights or {}).items()}
-    if not isinstance(rewards, Mapping) or not rewards:
-        raise DataError("gdpo takes rewards by their names", expected="{name: [S]}", got=type(rewards).__name__)
-    for name in given:
-        if name not in rewards:
-            raise DataError(f"weights names {name!r}, which is no reward", expected=", ".join(map(str, rewards)))
-    if scale not in ("batch", "none"):
-        raise DataError(f"scale={scale!r}", expected="batch, none")
+    given: dict[str, float] = {}
+    with Caught() as here:
+        given = {name: real(f"weights[{name!r}]", value) for name, value in (weights or {}).items()}
+        if not isinstance(rewards, Mapping) or not rewards:
+            raise DataError("gdpo takes rewards by their names", expected="{name: [S]}", got=type(rewards).__name__)
+        for name in given:
+            if name not in rewards:
+                raise DataError(f"weights names {name!r}, which is no reward", expected=", ".join(map(str, rewards)))
+        if scale not in ("batch", "none"):
+            raise DataError(f"scale={scale!r}", expected="batch, none")
+    if here.error is not None:
+        batches, rewards = cast(Batches, [broken(here.error)]), {}  # raised by the gather, on every rank
     factors = [given.get(name, 1.0) for name in rewards]
 
     def formula(group: Sequence[Standing]) -> Sequence[float] | str:
@@ -165,14 +174,15 @@ def gdpo(
         return sums if any(sums) else "all rewards equal"
 
     return _compared(
-        "gdpo", batches, dict(rewards), formula, voters, min_voters, group, (scale, sorted(given.items())),
+        "gdpo", batches, dict(rewards), formula, voters, min_voters, group,
+        {"scale": scale, "weights": sorted(given.items())},
         over_all=scale == "batch",
     )  # fmt: skip
 
 
 def _compared(
     caller: str, batches: Batches, rewards: Mapping[str, Any], formula: Formula, voters: Any, min_voters: int,
-    group: Any, options: Any, *, over_all: bool = False,
+    group: Any, options: Mapping[str, object], *, over_all: bool = False,
 ) -> tuple[Batches, GroupReport]:  # fmt: skip
     """The batches with the advantages that ``formula`` gives each group, and the report.
 
@@ -189,7 +199,7 @@ def _compared(
         state["mine"] = [key for key, _ in found]
         return found
 
-    ranks, _ = exchange(caller, make, group, (min_voters, tuple(rewards), options))
+    ranks, _ = exchange(caller, make, group, {"min_voters": min_voters, "rewards": tuple(rewards), **options})
     episodes: dict[Key, Standing] = {}
     for key, row in (item for rows in ranks for item in rows):
         episodes[key] = _joined(key, episodes[key], row) if key in episodes else row

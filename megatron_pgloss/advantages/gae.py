@@ -88,7 +88,8 @@ def gae(
             return []
         return local.rows(rank, gamma, lambdas, order, bootstrap)
 
-    ranks, rank = exchange(caller, make, group, (gamma, lambdas, bootstrap, order is None))
+    options = {"gamma": gamma, "lam": lambdas, "bootstrap": bootstrap, "order given": order is not None}
+    ranks, rank = exchange(caller, make, group, options)
     episodes: dict[Key, list[Row]] = {}
     for key, row in (item for rows in ranks for item in rows):
         episodes.setdefault(key, []).append(row)

@@ -109,7 +109,7 @@ def compute(
         mine = [(ids.key(row, rank), _episode(ids, row, reward_N, voter_N, more_N)) for row in range(ids.rows)]
         return mine
 
-    ranks, _ = exchange(caller, make, group, (baseline, scale, min_voters))
+    ranks, _ = exchange(caller, make, group, {"baseline": baseline, "scale": scale, "min_voters": min_voters})
     episodes = _merged([item for rows in ranks for item in rows])
     table, report = _advantages(episodes, baseline, scale, min_voters)
     return torch.tensor([table[key] for key, _ in mine], dtype=torch.float64), kind, report

@@ -7,7 +7,7 @@ the result depends on which rank or batch holds a row.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from megatron_pgloss.advantages.inputs import Batches, Ids, deal, finite, merge,
 from megatron_pgloss.advantages.relative import group_relative
 from megatron_pgloss.advantages.reports import Moments
 from megatron_pgloss.advantages.termination import EFFECTS
-from megatron_pgloss.errors import DataError
-from megatron_pgloss.rollouts import TokenBatch, arrays
+from megatron_pgloss.errors import Caught, DataError
+from megatron_pgloss.rollouts import TokenBatch, arrays, broken
 
 
 def whiten(
@@ -42,7 +42,6 @@ def whiten(
         scale: whether to divide by the standard deviation; if False, advantages are only centred.
         over: ``sequences``: mean and deviation are those of the rows' means, each row once, so that a long answer has
             no more say in them than a short one; applied to the tokens all the same.
-        voters: bool [S]: rows that stay in the loss; faults never do.
         voters: bool [S]: rows that stay in the loss; rows with a fault never do.
         mask: bool [T], target-aligned: the action tokens to whiten; default: all.
         group: process group of data-parallel ranks, as in `group_relative`.
@@ -56,6 +55,8 @@ def whiten(
     state: dict[str, Any] = {}
 
     def make(rank: int) -> list[tuple[int, float, float]]:
+        if over not in ("tokens", "sequences"):
+            raise DataError(f"over={over!r}", expected="tokens, sequences")
         batch = state["batch"] = merge(batches)
         if batch is None:
             return []
@@ -67,9 +68,7 @@ def whiten(
         rows = _row_moments(batch, torch.where(over_T, stream_T, 0), over_T)
         return [(1, mean, 0.0) for _, mean, _ in rows] if over == "sequences" else rows
 
-    if over not in ("tokens", "sequences"):
-        raise DataError(f"over={over!r}", expected="tokens, sequences")
-    ranks, _ = exchange("whiten", make, group, (scale, over))
+    ranks, _ = exchange("whiten", make, group, {"scale": scale, "over": over})
     moments = _merged([row for rows in ranks for row in rows])
     batch = state["batch"]
     if batch is None:
@@ -100,15 +99,18 @@ def reinforce_plus_plus(
     ``"group"`` it is the episode's reward, token rewards added, minus its group's mean, on every token, then whitened;
     silent groups (see `GroupReport`) enter with 0. The other arguments are those of `group_relative`.
     """
-    if baseline == "group":
-        if gamma != 1.0:
+    with Caught() as here:
+        if baseline not in ("none", "group"):
+            raise DataError(f"baseline={baseline!r}", expected="none, group")
+        if baseline == "group" and gamma != 1.0:
             raise DataError("a group baseline compares whole episodes", expected="gamma=1", got=gamma)
+    if here.error is not None:
+        batches = cast(Batches, [broken(here.error)])  # raised by the gather, on every rank
+    if baseline == "group":
         centred, _ = group_relative(
             batches, rewards, scale="none", token_rewards=token_rewards, voters=voters, group=group
         )
         return whiten(centred, over=statistics, voters=voters, group=group)
-    if baseline != "none":
-        raise DataError(f"baseline={baseline!r}", expected="none, group")
 
     def zeros(batch: TokenBatch) -> Tensor:
         return torch.zeros(batch.tokens_T.numel(), dtype=_kind(rewards))

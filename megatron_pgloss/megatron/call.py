@@ -9,13 +9,15 @@ from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_pgloss.errors import DataError, PGLossError, UnsupportedError
+from megatron_pgloss.errors import DataError, LayoutError, PGLossError, SpecError, UnsupportedError
 from megatron_pgloss.megatron import mtp, padding
 from megatron_pgloss.megatron.conditions import Setup, in_chain
 from megatron_pgloss.planning import MicroBatch
 
 _PACKED = "packed_seq_params"
 _FIX = "PolicyLossStep(forward=FN), where FN(model, micro, inputs) calls the model and returns its output"
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 Forward = Callable[[Any, MicroBatch, MutableMapping[str, Any]], Any]
 """``FN(model, micro, inputs) -> output``: how a model is run on one micro-batch."""
@@ -26,15 +28,42 @@ def plain(model: Any, micro: MicroBatch, inputs: MutableMapping[str, Any]) -> An
     return model(**inputs)
 
 
+def check(forward: object) -> None:
+    """Refuse what is no `Forward`.
+
+    Raises:
+        SpecError: it is no function, or cannot be called with a model, a micro-batch and inputs.
+    """
+    expected = "FN(model, micro, inputs) -> output"
+    if not callable(forward):
+        raise SpecError("forward= is not a function", expected=expected, got=forward)
+    try:
+        signature = inspect.signature(forward)
+        signature.bind(None, None, None)
+    except ValueError:
+        return  # it has no signature that Python could read
+    except TypeError as error:
+        raise SpecError("forward= takes other arguments", expected=expected, got=f"FN{signature}: {error}") from None
+
+
 @dataclass(slots=True)
 class Boundaries:
     """Notes on which micro-batches' boundaries of packed rows were read, chunk by chunk."""
 
     read: set[tuple[int, int]] = field(default_factory=set)
     """Pairs (chunk, micro-batch) whose boundaries were read."""
+    handed_out: set[tuple[int, int]] = field(default_factory=set)
+    """Pairs (chunk, micro-batch) that the schedule asked for."""
 
     def unread(self, chunks: int, microbatches: int) -> PGLossError | None:
-        """The error for the first micro-batch whose boundaries no model of this rank was given, or None."""
+        """The error for the first micro-batch whose boundaries no model of this rank was given, or for a schedule that
+        did not ask for all of them; or None.
+        """
+        for chunk in range(chunks):
+            ran = sum(one == chunk for one, _ in self.handed_out)
+            if ran < microbatches:
+                place = f"chunk {chunk}" if chunks > 1 else None
+                return another_number("fewer", expected=microbatches, got=ran, where=place)
         for number in range(microbatches):
             for chunk in range(chunks):
                 if (chunk, number) not in self.read:
@@ -46,6 +75,26 @@ class Boundaries:
                         "PolicyLossStep(forward=FN) does it in scoring too",
                     )
         return None
+
+
+def another_number(more_or_fewer: str, *, expected: object, got: object, where: str | None = None) -> PGLossError:
+    """The error of a schedule that was given another number of micro-batches than the step has."""
+    return LayoutError(
+        f"the schedule ran {more_or_fewer} micro-batches than the step has", expected=expected, got=got, where=where,
+        fix="give it num_microbatches=step.num_microbatches and data_iterator=step.data_iterator(), anew in each step",
+    )  # fmt: skip
+
+
+def following(data_iterator: Iterator[Shard]) -> Shard:
+    """The next micro-batch.
+
+    Raises:
+        LayoutError: there is none.
+    """
+    micro = next(data_iterator, None)
+    if micro is None:
+        raise another_number("more", expected="as many as step.num_microbatches", got="one more")
+    return micro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,7 +178,7 @@ def inputs(micro: MicroBatch, model: Any, bare: Any, config: Any, *, strict: boo
     packed = micro.cu_seqlens is not None
     if strict and (missing := not_taken(bare, config, packed=packed)):
         raise UnsupportedError(
-            "the model's forward does not take what it needs", expected=f"keywords {missing}",
+            "the model's forward and the step call their inputs differently", expected=f"keywords {missing}",
             got=f"{type(bare).__name__}.forward{_signature(bare)}", fix=_FIX,
         )  # fmt: skip
     offered: dict[str, Any] = {"input_ids": micro.input_ids, "position_ids": micro.position_ids, "attention_mask": None}
@@ -146,13 +195,34 @@ def inputs(micro: MicroBatch, model: Any, bare: Any, config: Any, *, strict: boo
     return Inputs(found, micro)
 
 
+_CALLED = {
+    "input_ids": ("tokens", "ids", "token_ids", "inputs", "input_tokens", "text", "x"),
+    "position_ids": ("positions", "places", "pos_ids"),
+    _PACKED: ("packing", "packed", "packed_params", "thd_params"),
+    "attention_mask": ("mask", "attn_mask"),
+}
+"""What the step calls an input to what other models call it."""
+
+
 def not_taken(bare: Any, config: Any, *, packed: bool) -> str:
-    """Names of the keywords that the model needs and its ``forward`` does not take; the empty string for none."""
+    """What the model needs and its ``forward`` does not take, and what its ``forward`` asks for and the step does not
+    hand over, with the step's name for it; the empty string for nothing.
+    """
     needed = ["input_ids"]  # by all stages, so that all are refused alike
     needed += [_PACKED] if packed else []
     needed += ["loss_mask"] if mtp.active(config) else []
     takes = taken(bare)
-    return ", ".join(name for name in needed if not takes(name))
+    handed = {*needed, "input_ids", "position_ids", "attention_mask", "padding_mask"}
+    named = {name: one for name, one in _signature(bare).parameters.items() if one.kind in _BY_NAME}
+    lost = [name for name in needed if not takes(name)]
+    for name, one in named.items():
+        # **kwargs would swallow the step's word for it, and the model would run without it.
+        ours = next((ours for ours, words in _CALLED.items() if name in words and ours not in named), None)
+        if ours in handed:
+            lost = [*(other for other in lost if other != ours), f"{ours} (there: {name})"]
+        elif name not in handed and one.default is inspect.Parameter.empty:
+            lost.append(f"{name}, which it asks for")
+    return ", ".join(lost)
 
 
 def not_taken_by(setup: Setup) -> str:
@@ -171,5 +241,4 @@ def taken(bare: Any) -> Callable[[str], bool]:
     kinds = {one.kind for one in parameters.values()}
     if inspect.Parameter.VAR_KEYWORD in kinds:
         return lambda name: True
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return lambda name: name in parameters and parameters[name].kind in by_name
+    return lambda name: name in parameters and parameters[name].kind in _BY_NAME

@@ -173,8 +173,9 @@ def nonfinite(found: Collected, plan: Plan, *, gradients: bool) -> NonFiniteErro
             expected="finite values at every member",
             got=f"{count} such tokens",
             where=found.place,
-            fix="look at the model's logits there (on kept sets, -inf is a sampled token outside of its set: "
-            "KeptSet(outside='drop') or 'add'); on_nonfinite='skip' or 'report' goes on",
+            fix="look at the model's logits there, and whether they have a column for the token id (on kept sets, -inf "
+            "is a sampled token outside of its set: KeptSet(outside='drop') or 'add'); on_nonfinite='skip' or 'report' "
+            "goes on",
         )
     for name, coef in plan.coef.items():
         value = float(found.metrics[f"{name}/loss"].value)

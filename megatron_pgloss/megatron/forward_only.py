@@ -15,7 +15,8 @@ from megatron_pgloss.errors import Caught, DataError
 from megatron_pgloss.megatron import outputs
 from megatron_pgloss.megatron.call import Boundaries
 from megatron_pgloss.megatron.runtime import Runtime, as_chunks
-from megatron_pgloss.planning import MicroBatch, Plan, agreement
+from megatron_pgloss.planning import MicroBatch, Plan
+from megatron_pgloss.planning.carried import Carried
 from megatron_pgloss.rollouts import TokenBatch, broken
 from megatron_pgloss.scoring import decided, gather_tokens, into_batches
 from megatron_pgloss.spec import LossSpec
@@ -48,7 +49,7 @@ def score(
                 stack.enter_context(under)
         if here.error is not None:
             batches = [broken(here.error)]  # raised by the plan, on every rank
-        made = runtime.make_plan(batches, None, agreed=into)
+        made = runtime.make_plan(batches, None, agreed={"into": into})
         chunks = runtime.chunks if model is None else as_chunks(model)
         if into == "values":
 
@@ -70,7 +71,7 @@ def statistics_pass(runtime: Runtime, made: Plan) -> Plan:
     """``made`` with everything decided that needs the whole step, from one forward-only pass over it."""
     entropy = runtime.spec.needs_entropy
     streams = whole_pass(runtime, made, runtime.chunks, _logprobs(runtime, entropy=entropy), streams=1 + entropy)
-    return decided(made, streams[0], streams[1] if entropy else None)
+    return decided(made, lambda: (streams[0], streams[1] if entropy else None))
 
 
 def reference_logits(runtime: Runtime, made: Plan, chunks: list[Any]) -> list[Tensor]:
@@ -188,9 +189,10 @@ def run_forward(runtime: Runtime, made: Plan, forward_step: Any, chunks: list[An
         **groups,
     )
     if runtime.may_miss_boundaries:
-        error = runtime.unread(made, boundaries)
-        row = agreement.pack_error(error) if error else agreement.pack({}, torch.zeros(0, dtype=torch.int64))
-        agreement.raise_agreed(layout.ranks.gather(row, layout.ranks.world, layout.ranks.world_size))
+        with Carried() as here:
+            if (error := runtime.unread(made, boundaries)) is not None:
+                raise error
+        here.gather(layout.ranks)
     return found
 
 

@@ -164,9 +164,10 @@ class FusedHead:
 
 
 def make_head(
-    mode: HeadMode, bare: list[Any], layout: Layout, spec: LossSpec, *, vocab_size: int | None, reuse: bool, memory: int
-) -> Head:
-    """The head called ``mode``.
+    mode: HeadMode, bare: list[Any], layout: Layout, spec: LossSpec, *, vocab_size: int | None, padded: int | None,
+    reuse: bool, memory: int,
+) -> Head:  # fmt: skip
+    """The head called ``mode``. ``padded``: columns of the model, by its own word.
 
     Raises:
         SpecError: the mode is unknown, or ``vocab_size`` is not known under tensor parallelism.
@@ -174,7 +175,6 @@ def make_head(
     if mode not in HEAD_MODES:
         raise SpecError(f"head={mode!r}", expected=" | ".join(HEAD_MODES))
     if mode == "given":
-        padded = getattr(bare[0], "vocab_size", None)
         if layout.tp_size > 1 and vocab_size is None:
             raise SpecError(
                 "the model does not say how large its vocabulary is, and gathered logits could not be told from shards",

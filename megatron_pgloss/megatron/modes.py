@@ -31,7 +31,7 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(
         mode="a model whose forward does not take what the step hands over",
         found=lambda job: not job.own_forward and call.not_taken_by(job),
-        reason="the model would run without it: packed rows without their boundaries, for example",
+        reason="it would fail at the first micro-batch, or run without it, and packed rows without their boundaries",
         fix="PolicyLossStep(forward=FN), where FN(model, micro, inputs) calls the model and returns its output",
     ),
     Refusal(

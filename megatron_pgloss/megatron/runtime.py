@@ -6,8 +6,9 @@ Shapes: `b` rows and `s` positions of this rank's shard of a micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from megatron_pgloss.errors import DataError, PGLossError, SpecError
 from megatron_pgloss.logprobs import TokenLogprobs
-from megatron_pgloss.megatron import call, factors, modes, outputs
+from megatron_pgloss.megatron import call, factors, modes, outputs, vocabulary
 from megatron_pgloss.megatron.call import Boundaries, Forward, Inputs, Shard
 from megatron_pgloss.megatron.conditions import Setup
 from megatron_pgloss.megatron.context_parallel import shard
@@ -25,6 +26,8 @@ from megatron_pgloss.megatron.layout import Layout
 from megatron_pgloss.planning import Arrangement, MicroBatch, Plan, Split, plan
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.spec import LossSpec
+
+NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
 class Runtime:
@@ -62,20 +65,35 @@ class Runtime:
     ) -> None:
         if on_nonfinite not in ("raise", "skip", "report"):
             raise SpecError(f"on_nonfinite={on_nonfinite!r}", expected="'raise', 'skip' or 'report'")
-        if forward is not None and not callable(forward):
-            raise SpecError("forward= is not a function", expected="FN(model, micro, inputs) -> output", got=forward)
+        if forward is not None:
+            call.check(forward)
         self.spec, self.split = spec, split
         self._forward, self.on_nonfinite = forward, on_nonfinite
         self.masked = False
         """Whether the step that is open hands ``padding_mask`` over."""
         # The options that must be the same on all ranks, beside what a plan compares anyway.
-        self._agreed = repr((head, head_memory, reuse_logits, forward is not None, on_nonfinite))
+        self._agreed: dict[str, object] = {
+            "head": head, "head_memory": head_memory, "reuse_logits": reuse_logits, "forward": forward is not None,
+            "on_nonfinite": on_nonfinite, "vocab_size": vocab_size,
+        }  # fmt: skip
         self.layout = Layout.read(pg_collection)
         self._model, self._head_mode = model, head
         bare = self.look_again()
-        self.vocab_size: int | None = vocab_size or getattr(bare[0], "vocab_size", None)
+        said = vocabulary.of_model(bare)
+        if vocab_size is not None and said is not None and vocab_size > said:
+            raise SpecError("vocab_size is larger than the model's", expected=f"at most {said}", got=vocab_size)
+        self.vocab_size: int | None = vocab_size or said
+        """Columns of the softmax, where anything says how many they are."""
+        self._ids_below = self.vocab_size or vocabulary.of_embeddings(bare)
         self.head: Head = make_head(
-            head, bare, self.layout, spec, vocab_size=self.vocab_size, reuse=reuse_logits, memory=head_memory
+            head,
+            bare,
+            self.layout,
+            spec,
+            vocab_size=self.vocab_size,
+            padded=said,
+            reuse=reuse_logits,
+            memory=head_memory,
         )
 
     def look_again(self) -> list[Any]:
@@ -120,20 +138,26 @@ class Runtime:
     # ---- from batches to micro-batches ----------------------------------------------------------------------------
 
     def make_plan(
-        self, batches: Sequence[TokenBatch], spec: LossSpec | None, *, agreed: object = None, **more: Any
+        self,
+        batches: Sequence[TokenBatch],
+        spec: LossSpec | None,
+        *,
+        agreed: Mapping[str, object] = NOTHING,
+        **more: Any,
     ) -> Plan:
         """A plan of ``batches`` on this layout, without an objective where ``spec`` is None. A collective.
 
         Args:
-            agreed: what the ranks must have in common beside the step's options.
+            agreed: what the ranks must have in common beside the step's options, by name.
         """
         interleaved = None
         if len(self.chunks) > 1:
             interleaved = (int(self.config.microbatch_group_size_per_vp_stage), self.layout.pp_size)
+        common = self._agreed | {"calculate_per_token_loss": self.per_token} | dict(agreed)
         return plan(
             batches, spec, split=self.split, ranks=self.layout.ranks,
-            arrangement=replace(self.arrangement, agreed=f"{self._agreed} {self.per_token} {agreed!r}"),
-            interleaved=interleaved, vocab_size=self.vocab_size, **more,
+            arrangement=replace(self.arrangement, agreed=tuple(common.items())),
+            interleaved=interleaved, vocab_size=self._ids_below, **more,
         )  # fmt: skip
 
     @property
@@ -152,6 +176,7 @@ class Runtime:
         def shards(chunk: int) -> Iterator[Shard]:
             for micro in made.microbatches(self.layout.device):
                 part = shard(micro, self.layout.cp_rank, self.layout.cp_size, self.layout.cp)
+                notes.handed_out.add((chunk, micro.number))
                 yield Shard.of(part, chunk, notes)
 
         return [shards(chunk) for chunk in range(len(self.chunks))] if len(self.chunks) > 1 else shards(0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import Caught, DataError
-from megatron_pgloss.megatron import counting, factors, finish, forward_only, gradients, mtp, padding
+from megatron_pgloss.megatron import call, counting, factors, finish, forward_only, gradients, mtp, padding
 from megatron_pgloss.megatron.call import Boundaries, Forward, Shard
 from megatron_pgloss.megatron.head import HeadMode
 from megatron_pgloss.megatron.micro_loss import micro_loss
@@ -126,8 +126,9 @@ class PolicyLossStep(Runtime):
             self.look_again()
         if here.error is not None:
             batches = [broken(here.error)]  # the plan raises it on every rank: it may show on one stage alone
-        options = self._allow_empty, self._allow_padding, self.reference is not None
-        made = self.make_plan(batches, self.spec, agreed=options, coef=coef, version=version)
+        own = {"allow_empty_microbatches": self._allow_empty, "allow_routed_padding": self._allow_padding}
+        own["reference"] = self.reference is not None
+        made = self.make_plan(batches, self.spec, agreed=own, coef=coef, version=version)
         if not self._allow_empty:
             counting.refuse_empty(made, self.config)
         self.masked = self.masks_padding(made)
@@ -207,7 +208,7 @@ class PolicyLossStep(Runtime):
     ) -> tuple[Any, Callable[..., Any]]:
         """Megatron's ``forward_step_func``: run the model on the next micro-batch and hand over its loss function."""
         self.refuse_another(model)
-        micro = next(data_iterator)
+        micro = call.following(data_iterator)
         with self.watch.during("forward", micro.number, then="schedule"):
             return self.run_model(micro, model), self.loss_func(micro)
 

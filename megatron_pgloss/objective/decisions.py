@@ -11,7 +11,7 @@ ranks are taken by `megatron_pgloss.planning.select`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,44 +20,117 @@ from torch import Tensor
 
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.maths import UnitSums
+from megatron_pgloss.objective import links
 from megatron_pgloss.objective.grouped import group_terms
 from megatron_pgloss.objective.late import corrected, gate_key
-from megatron_pgloss.objective.links import settle
 from megatron_pgloss.objective.streams import Streams
-from megatron_pgloss.planning import MicroBatch, Plan
+from megatron_pgloss.planning import Plan
+from megatron_pgloss.planning.carried import Carried
 from megatron_pgloss.planning.component_table import Decided, GroupTerm
 from megatron_pgloss.planning.select import Job, draws
-from megatron_pgloss.rules import gates
+from megatron_pgloss.rules import Verdict, gates
 from megatron_pgloss.spec import (
     Component,
     Correction,
     CovarianceGate,
     EntropyGate,
+    LossSpec,
     PolicyGradient,
     SecondMomentGate,
 )
 
 
-def decide(plan: Plan, micro: MicroBatch, logp_T: Tensor, entropy_T: Tensor | None) -> dict[str, Decided]:
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What the pass knows of one component on this rank's rows before it decides over all rows."""
+
+    x: Streams
+    told: dict[Hashable, Tensor]
+    """Statistics over prompts and episodes, by key: [T] or [2, T]."""
+    gates: dict[int, Tensor]
+    """Place of a gate in the spec to bool [T], the tokens that pass: gates that need no other rank."""
+    said: list[tuple[int, Correction, Verdict]]
+    """The verdicts of the late corrections."""
+
+
+def look(
+    plan: Plan, rows: Callable[[], tuple[Tensor, Tensor | None]]
+) -> tuple[list[Looked], Tensor, Tensor | None]:  # fmt: skip
+    """Let every rule look at this rank's rows, users' functions too. A collective over the world: what one rank raises
+    is raised on all.
+
+    Args:
+        rows: a function that gives the policy's log-probs at the start of the step, float [T], and the entropy where
+            the spec reads it.
+
+    Returns:
+        What was found for each component, and what ``rows`` gave.
+    """
+    spec, micro = plan.spec, plan.whole()
+    assert spec is not None
+    told: list[dict[Hashable, Tensor]] = [{} for _ in spec.components]
+    with Carried() as here:
+        logp_T, entropy_T = rows()
+        streams = [Streams(micro, part, spec, logp_T, entropy_T) for part in spec.components]
+        asked = links.ask(streams, micro, spec)
+    if spec.unit_readers:  # all ranks hold what they ask before they exchange it
+        here.gather(plan.ranks)
+        told = links.take(asked, plan.job_rows)
+    with Carried() as then:
+        if here.error is not None:
+            raise here.error
+        links.answer(asked, micro, spec)
+        looked = [
+            Looked(x, known, _gates(x.component, x, spec), corrected(x.component, x, spec))
+            for x, known in zip(streams, told, strict=True)
+        ]
+        for x in streams:
+            _refuse_lost(plan, x)
+    then.gather(plan.ranks)
+    return looked, logp_T, entropy_T
+
+
+def _refuse_lost(plan: Plan, x: Streams) -> None:
+    if x.lost is None or not bool(x.lost.any()):
+        return
+    assert plan.batch is not None
+    at = int(x.lost.to(torch.int8).argmax())
+    holes = [name for name, one in plan.batch.streams.items() if one.dim() == 1 and not one[at].isfinite()]
+    raise DataError(
+        f"a non-finite value that a statistic of component {x.component.name!r} reads",
+        expected="finite values at all action tokens of a unit that is trained on, masked or not",
+        where=plan.batch.where(at, " or ".join(holes)), fix="mend the source, or take the whole unit out",
+    )  # fmt: skip
+
+
+def decide(plan: Plan, looked: Sequence[Looked]) -> dict[str, Decided]:
     """Decide gates and mean weights of ``plan``, for every component. A collective over the data-parallel ranks.
 
     Args:
-        micro: all rows of this rank as one micro-batch (`Plan.whole`).
-        logp_T: log-probs of the policy at the start of the step.
-        entropy_T: its entropy there; None where the spec does not read it.
+        looked: what every component's rules say on this rank's own rows.
     """
     assert plan.spec is not None
     findings, job = {}, Job(plan.ranks)
-    streams = [Streams(micro, part, plan.spec, logp_T, entropy_T) for part in plan.spec.components]
-    told = settle(streams, micro, plan.spec, plan.job_rows)
-    for x, known in zip(streams, told, strict=True):
-        part = x.component
+    for one in looked:
+        x, part = one.x, one.x.component
         group: GroupTerm | None = None
         if isinstance(part, PolicyGradient) and part.needs_statistics_pass:
             group = group_terms(part, x, plan)
-        found = Decided(group=group, told={key: each if each.dim() == 1 else each.T for key, each in known.items()})
-        passes_T = _gates(part, x, plan, job, found)
-        passes_T = passes_T & _corrections(part, x, plan, job, found)
+        told = {key: each if each.dim() == 1 else each.T for key, each in one.told.items()}
+        found = Decided(group=group, told=told)
+        passes_T = torch.ones_like(x.members)
+        for i, gate in enumerate(plan.spec.gates):
+            if not gate.acts_on(part):
+                continue
+            if gate.needs_statistics_pass:
+                scene = Scene(plan, job, found.thresholds.setdefault(i, {}))
+                found.gates[i] = DECIDE[gate.kind](gate, x, scene)
+            elif i in one.gates:
+                found.gates[i] = one.gates[i]
+            else:
+                continue
+            passes_T = passes_T & found.gates[i]
+        passes_T = passes_T & _corrections(one, plan, job, found)
         rejecting: list[object] = [gate for gate in plan.spec.gates if gate.acts_on(part)]
         rejecting += [rule for rule in plan.spec.corrections_on(part, late=True) if rule.rejects]
         if not part.count_rejected and rejecting:
@@ -66,43 +139,34 @@ def decide(plan: Plan, micro: MicroBatch, logp_T: Tensor, entropy_T: Tensor | No
     return findings
 
 
-def _gates(part: Component, x: Streams, plan: Plan, job: Job, found: Decided) -> Tensor:
-    assert plan.spec is not None
-    passes_T = torch.ones_like(x.members)
-    for i, gate in enumerate(plan.spec.gates):
-        if not gate.acts_on(part):
+def _gates(part: Component, x: Streams, spec: LossSpec) -> dict[int, Tensor]:
+    found: dict[int, Tensor] = {}
+    for i, gate in enumerate(spec.gates):
+        if not gate.acts_on(part) or gate.needs_statistics_pass or part.count_rejected:
             continue
-        if gate.needs_statistics_pass:
-            spared_T = DECIDE[gate.kind](gate, x, Scene(plan, job, found.thresholds.setdefault(i, {})))
-        elif not part.count_rejected:
-            said = gates.apply(gate, x, gate_key(i))
-            if said.passes is None:
-                raise DataError(
-                    f"{part.name}: count_rejected=False with a soft gate: a factor rejects nothing",
-                    expected="a gate that returns bool",
-                    got="a factor",
-                    fix="count_rejected=True",
-                )
-            spared_T = said.passes
-        else:
-            continue
-        found.gates[i] = spared_T
-        passes_T = passes_T & spared_T
-    return passes_T
+        said = gates.apply(gate, x, gate_key(i))
+        if said.passes is None:
+            raise DataError(
+                f"{part.name}: count_rejected=False with a soft gate: a factor rejects nothing",
+                expected="a gate that returns bool",
+                got="a factor",
+                fix="count_rejected=True",
+            )
+        found[i] = said.passes
+    return found
 
 
-def _corrections(part: Component, x: Streams, plan: Plan, job: Job, found: Decided) -> Tensor:
+def _corrections(one: Looked, plan: Plan, job: Job, found: Decided) -> Tensor:
     """bool [T]: the tokens that the late corrections leave. The means of normalised weights go into ``found.means``.
 
     A mean is over the members that all corrections leave; gates, which shrink the numerator alone, do not matter to it.
     """
-    assert plan.spec is not None
-    said = corrected(part, x, plan.spec)
+    x = one.x
     passes_T = torch.ones_like(x.members)
-    for _, _, verdict in said:
+    for _, _, verdict in one.said:
         passes_T = passes_T if verdict.passes is None else passes_T & verdict.passes
     trained_T = x.members & passes_T
-    for i, rule, verdict in said:
+    for i, rule, verdict in one.said:
         if rule.normalizes and verdict.weight is not None:
             counted_T = _counted(rule, x, plan, trained_T)
             # The mean over no token is 0: nothing is trained then, and nothing is divided.

@@ -27,27 +27,54 @@ from megatron_pgloss.spec.kinds import Kind
 _OF_RATIO = ("log_ratio", "ratio")
 Question = tuple[Hashable, Asked, str | None]
 """Under which key, what is asked, and the unit where that is a prompt or an episode."""
+Asking = Sequence[tuple[Streams, list[Question]]]
+"""What every component asks."""
 
 
-def settle(
-    streams: Sequence[Streams], micro: MicroBatch, spec: LossSpec, rows: JobRows | None = None, *, leaves: bool = False
-) -> list[dict[Hashable, Tensor]]:
-    """Give every component the statistics that it asks for, and its ratio. Those over prompts and episodes were told by
-    a statistics pass, or are taken here: in the pass itself.
+def settle(streams: Sequence[Streams], micro: MicroBatch, spec: LossSpec, *, leaves: bool = False) -> None:
+    """Give every component the statistics that it asks for, and its ratio; those over prompts and episodes were told by
+    a statistics pass.
 
     Args:
-        rows: in the pass, this rank's rows, which ``micro`` holds, among those of the job.
         leaves: make every ratio over a unit a leaf of a new graph, to take derivatives by it.
-
-    Returns:
-        Of every component the statistics over prompts and episodes that were taken here, by key: [N] or [2, N].
     """
+    answer(ask(streams, micro, spec), micro, spec, leaves=leaves)
+
+
+def ask(streams: Sequence[Streams], micro: MicroBatch, spec: LossSpec) -> Asking:
+    """The questions of the first link. No rank waits for another."""
     for x in streams:
         if not _joined(x.component):
             _set_ratio(x)
-    asked = [(x, list(_first(x, micro, spec))) for x in streams]
-    told = [dict[Hashable, Tensor]() for _ in streams] if rows is None else _take(asked, rows)
-    _answer([(x, [one for one in some if one[2] is None]) for x, some in asked], micro)
+    return [(x, list(_first(x, micro, spec))) for x in streams]
+
+
+def take(asking: Asking, rows: JobRows) -> list[dict[Hashable, Tensor]]:
+    """Take the statistics over prompts and episodes, in one gather for all of them, in the statistics pass.
+
+    Args:
+        rows: this rank's rows, which the micro-batch holds, among those of the job.
+
+    Returns:
+        The answers of every component, by key: [N] or [2, N].
+    """
+    every = [(one, unit) for _, some in asking for _, one, unit in some if unit is not None]
+    answers = rows.answers([one for one, _ in every], [unit for _, unit in every])
+    # A rank without rows has the empty tensors of that form.
+    left = iter(answers or [one.finish(one.part) for one, _ in every])
+    told = []
+    for x, some in asking:
+        told.append({key: next(left) for key, _, unit in some if unit is not None})
+        x.answers |= told[-1]
+    return told
+
+
+def answer(asking: Asking, micro: MicroBatch, spec: LossSpec, *, leaves: bool = False) -> None:
+    """Answer the first link's questions, but for those of `take`; set the ratios that they are; then the second
+    link.
+    """
+    _answer([(x, [one for one in some if one[2] is None]) for x, some in asking], micro)
+    streams = [x for x, _ in asking]
     for x in streams:
         if _joined(x.component):
             _set_ratio(x)
@@ -55,7 +82,6 @@ def settle(
                 x.log_ratio = x.axis.detach().requires_grad_()
     if any(link == 2 for x in streams for _, _, link in declared(x.component, spec)):
         _answer([(x, list(_second(x, spec))) for x in streams], micro)
-    return told
 
 
 def declared(part: Component, spec: LossSpec) -> Iterator[tuple[Hashable, Statistic, int]]:
@@ -126,21 +152,8 @@ def _declared(statistic: Statistic, x: Streams) -> Asked:
     return x.ask(statistic.how, value_N, statistic.unit, statistic.over)
 
 
-def _answer(questions: Sequence[tuple[Streams, list[Question]]], micro: MicroBatch) -> None:
+def _answer(questions: Asking, micro: MicroBatch) -> None:
     answers = iter(taken([one for _, some in questions for _, one, _ in some], micro.group))
     for x, some in questions:
         for key, _, _ in some:
             x.answers[key] = next(answers)
-
-
-def _take(questions: Sequence[tuple[Streams, list[Question]]], rows: JobRows) -> list[dict[Hashable, Tensor]]:
-    """Take the statistics over prompts and episodes, in one gather for all of them."""
-    every = [(one, unit) for _, some in questions for _, one, unit in some if unit is not None]
-    answers = rows.answers([one for one, _ in every], [unit for _, unit in every])
-    # A rank without rows has the empty tensors of that form.
-    left = iter(answers or [one.finish(one.part) for one, _ in every])
-    told = []
-    for x, some in questions:
-        told.append({key: next(left) for key, _, unit in some if unit is not None})
-        x.answers |= told[-1]
-    return told

@@ -220,7 +220,8 @@ def _weighted(term_N: Tensor, x: Streams, weight_N: Tensor) -> tuple[Tensor, Ten
     for stream_N in (x.logp, *x.computed.values()):
         _guard(stream_N, x, good, bad_N)
     whole_N = selected(good, term_N)
-    return whole_N, (whole_N * weight_N).sum(dtype=torch.float64), x.broken | bad_N
+    faults_N = x.broken | bad_N if x.lost is None else x.broken | bad_N | x.lost
+    return whole_N, (whole_N * weight_N).sum(dtype=torch.float64), faults_N
 
 
 def _guard(stream_N: Tensor, x: Streams, good: Tensor, bad_N: Tensor) -> None:

@@ -69,6 +69,8 @@ class Streams(UnitStatistics):
         self.members: Tensor = member_N & usable_N
         """bool [N]: the component's tokens."""
         self._sampled = _flat(micro, "action") & usable_N
+        self._doubtful = {unit: hole.reshape(-1) for unit, hole in micro.doubtful(component.name).items()}
+        self.lost = None
         self.visible = self.members | self._sampled if _reads_units(component, spec) else self.members
         self._visible = flags(self.visible, logp_N.dtype)
         self.logp: Tensor = selected(self._visible, logp_N)

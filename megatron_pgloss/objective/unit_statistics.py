@@ -36,6 +36,10 @@ class UnitStatistics:
     _sampled: Tensor
     members: Tensor
     logp: Tensor
+    lost: Tensor | None
+    """bool [N]: sampled tokens outside the members whose value a statistic should have read and could not, since it is
+    not finite; None: there is none. They are faults."""
+    _doubtful: dict[str, Tensor]
 
     def _units(self, unit: str) -> UnitSums:
         micro = self._micro
@@ -50,10 +54,17 @@ class UnitStatistics:
         chunk_N = None if micro.chunk_N is None else micro.chunk_N.to(self.logp.device, non_blocking=True)
         return UnitSums(ids_N, micro.units[unit], self.group, chunk_N, micro.chunks)
 
-    def _voters(self, over: str, value_N: Tensor) -> Tensor:
+    def _voters(self, over: str, value_N: Tensor, unit: str | None = None) -> Tensor:
         # Outside the members a stream may hold anything, so a token whose value is not finite has no vote. A member
-        # has one even then, so that all members of its unit are found broken with it.
-        return self._sampled & (self.members | value_N.detach().isfinite()) if over == "sampled" else self.members
+        # has one even then, so that all members of its unit are found broken with it. The plan has checked every
+        # sampled token of the streams that it knows to be read; what a user's function reads beside them is found here.
+        if over != "sampled":
+            return self.members
+        finite_N = value_N.detach().isfinite()
+        if unit in self._doubtful:
+            lost_N = self._doubtful[unit] & self._sampled & ~finite_N
+            self.lost = lost_N if self.lost is None else self.lost | lost_N
+        return self._sampled & (self.members | finite_N)
 
     def ask(self, how: How, value_N: Tensor, unit: str = "sequence", over: Over = "sampled") -> Asked:
         """A statistic over the unit's action tokens as sampled (or members), to be taken together with others. That of
@@ -61,18 +72,20 @@ class UnitStatistics:
         """
         if unit in KEYED:
             unit, value_N = "sequence", value_N.double()
-        return self._units(unit).asked(how, value_N, self._voters(over, value_N))
+        return self._units(unit).asked(how, value_N, self._voters(over, value_N, unit))
 
     def ask_prefix_min(self, value_N: Tensor, unit: str, over: Over, *, inclusive: bool) -> Asked:
         """The statistic of `prefix_min`, to be taken together with others."""
-        found = running.asked_minimum(self._units(unit), value_N, self._voters(over, value_N), inclusive=inclusive)
+        found = running.asked_minimum(
+            self._units(unit), value_N, self._voters(over, value_N, unit), inclusive=inclusive
+        )
         return Asked(found.part, lambda part: _or_zero(found.finish(part)), found.op)
 
     def ask_discounted_sum(self, value_N: Tensor, gamma: float) -> Asked:
         """`discounted_sum` over the sequence's tokens as sampled, to be taken together with others."""
         position_N = self._micro.position_N.to(self.logp.device, non_blocking=True)
         return running.asked_discounted(
-            self._units("sequence"), value_N, self._voters("sampled", value_N), position_N, gamma
+            self._units("sequence"), value_N, self._voters("sampled", value_N, "sequence"), position_N, gamma
         )
 
     def answer(self, key: Hashable) -> Tensor:
@@ -98,15 +111,15 @@ class UnitStatistics:
         """Mean of ``value_N`` over the unit's action tokens as sampled (or the component's members), at each
         position.
         """
-        return self._units(unit).mean(value_N, self._voters(over, value_N))
+        return self._units(unit).mean(value_N, self._voters(over, value_N, unit))
 
     def unit_sum(self, value_N: Tensor, unit: str = "sequence", over: Over = "sampled") -> Tensor:
         """Sum over the unit's action tokens as sampled (or members), at each position."""
-        return self._units(unit).total(value_N, self._voters(over, value_N))
+        return self._units(unit).total(value_N, self._voters(over, value_N, unit))
 
     def prefix_sum(self, value_N: Tensor, unit: str = "sequence", over: Over = "sampled") -> Tensor:
         """Sum over the unit's tokens up to and including each position."""
-        return self._units(unit).prefix(value_N, self._voters(over, value_N))
+        return self._units(unit).prefix(value_N, self._voters(over, value_N, unit))
 
     def prefix_min(
         self, value_N: Tensor, unit: str = "sequence", over: Over = "sampled", *, inclusive: bool = True
@@ -114,14 +127,16 @@ class UnitStatistics:
         """Smallest value of the unit's tokens up to each position, with that position's own value if ``inclusive``; 0
         where there is no token. A constant.
         """
-        return _or_zero(running.minimum(self._units(unit), value_N, self._voters(over, value_N), inclusive=inclusive))
+        return _or_zero(
+            running.minimum(self._units(unit), value_N, self._voters(over, value_N, unit), inclusive=inclusive)
+        )
 
     def discounted_sum(self, value_N: Tensor, gamma: float, unit: str = "sequence", over: Over = "sampled") -> Tensor:
         """``sum_{k >= t} gamma^(k - t) value_k`` over the unit's tokens from each position t on; k - t counts positions
         of the sequence. A constant.
         """
         position_N = self._micro.position_N.to(self.logp.device, non_blocking=True)
-        return running.discounted(self._units(unit), value_N, self._voters(over, value_N), position_N, gamma)
+        return running.discounted(self._units(unit), value_N, self._voters(over, value_N, unit), position_N, gamma)
 
 
 def _or_zero(least_N: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ FIELDS = (
     "bin_rows", "bin_tokens", "unit_rows", "double", "excluded", "setup", "actions",
 )  # fmt: skip
 PLAN = "split, coefficients or options of plan or step"
+Tell = Callable[[str, int, int], str]
+"""Which values of one of `FIELDS` two ranks have, in words; a collective, made on every rank alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +113,12 @@ def pack_error(error: PGLossError) -> Tensor:
     return pack({"error": error_code(error)}, torch.cat([torch.tensor([len(text)]), to_words(text)]))
 
 
-def raise_agreed(rows: Tensor, options: str = PLAN) -> None:
+def raise_agreed(rows: Tensor, tell: Tell, options: str = PLAN) -> None:
     """Raise, on every rank alike, what any rank reported or what the rows disagree on.
 
     Args:
         rows: int64 [world, ROW].
+        tell: asked where two ranks have different digests.
         options: what ``setup`` is a hash of, in words for the error.
 
     Raises:
@@ -125,20 +129,26 @@ def raise_agreed(rows: Tensor, options: str = PLAN) -> None:
         faulty = codes.nonzero().flatten().tolist()
         raise _unpack(rows[faulty[0]], faulty)
     for name, what, fix in _EQUAL:
-        _equal(rows[:, FIELDS.index(name)], what.format(options), fix)
-    _streams(rows)
+        values = rows[:, FIELDS.index(name)]
+        others = (values != values[0]).nonzero().flatten().tolist()
+        if others:
+            raise LayoutError(
+                what.format(options), expected="the same on every rank", got=tell(name, 0, others[0]),
+                where=_places(0, others), fix=fix,
+            )  # fmt: skip
+    _streams(rows, tell)
     batch, data_rank = (rows[:, FIELDS.index(name)].contiguous() for name in ("batch", "data_rank"))
     first = firsts(rows)
     first_of_row = first[torch.searchsorted(data_rank[first], data_rank)]
     differs = (batch != batch[first_of_row]).nonzero().flatten()
     if differs.numel():
-        other = differs[torch.argsort(data_rank[differs], stable=True)[0]]
-        one = first_of_row[other]
+        other = int(differs[torch.argsort(data_rank[differs], stable=True)[0]])
+        one = int(first_of_row[other])
         raise LayoutError(
             "ranks of one replica (tensor, context, pipeline ranks of a data-parallel rank) have different batches",
             expected="the same batches in the same order",
-            got=f"digests {int(batch[one]):x} and {int(batch[other]):x}",
-            where=f"rank {int(one)} and rank {int(other)}, replica {int(data_rank[other])}",
+            got=tell("batch", one, other),
+            where=f"rank {one} and rank {other}, replica {int(data_rank[other])}",
             fix="pass the same batches on all of them, or call broadcast first",
         )
 
@@ -159,17 +169,13 @@ _EQUAL = (
 )
 
 
-def _equal(values: Tensor, what: str, fix: str) -> None:
-    differs = (values != values[0]).nonzero().flatten()
-    if differs.numel():
-        other = int(differs[0])
-        raise LayoutError(
-            what, expected=f"{int(values[0]):x} everywhere", got=f"{int(values[other]):x}",
-            where=f"rank 0 and rank {other}", fix=fix,
-        )  # fmt: skip
+def _places(one: int, others: list[int]) -> str:
+    """``rank 0 and rank 2 (ranks 3, 5 differ from rank 0 as well)``."""
+    more = ", ".join(map(str, others[1:6])) + (", ..." if len(others) > 6 else "")
+    return f"rank {one} and rank {others[0]}" + (f" ({more} of the others differ from rank {one} too)" if more else "")
 
 
-def _streams(rows: Tensor) -> None:
+def _streams(rows: Tensor, tell: Tell) -> None:
     # Ranks without rows have no streams and no say.
     filled = (rows[:, FIELDS.index("rows")] > 0).nonzero().flatten()
     masks = rows[filled, FIELDS.index("streams")]
@@ -177,10 +183,12 @@ def _streams(rows: Tensor) -> None:
     if differs.numel():
         bits = int(masks[0]) ^ int(masks[int(differs[0])])
         names = [name for bit, name in enumerate(OPTIONAL) if bits >> bit & 1] or ["masks or weights"]
+        one, others = int(filled[0]), filled[differs].tolist()
         raise LayoutError(
             f"optional streams are present on some ranks only: {', '.join(names)}",
             expected="the same streams on every rank that has rows",
-            where=f"rank {int(filled[0])} and rank {int(filled[int(differs[0])])}",
+            got=tell("streams", one, others[0]),
+            where=_places(one, others),
             fix="give them on every rank, or on none",
         )
 
@@ -193,13 +201,20 @@ def presence(batch: Any) -> int:
     """A bit for each of `OPTIONAL` that the batch has; above them a hash of the names of its weights, masks and the
     caller's own streams.
     """
-    bits = 0
-    for bit, name in enumerate(OPTIONAL):
-        there = name in batch.streams or getattr(batch, name, None) is not None
-        bits |= int(there) << bit
-    own = sorted(set(batch.streams) - set(OPTIONAL))
-    names = json.dumps([sorted(batch.weights), sorted(batch.masks), own])
+    given = names_given(batch)
+    bits = sum(1 << bit for bit, name in enumerate(OPTIONAL) if name in given["optional"])
+    names = json.dumps([given["weights"], given["masks"], given["streams"]])
     return bits | (digest(names.encode()) >> len(OPTIONAL) << len(OPTIONAL))
+
+
+def names_given(batch: Any) -> dict[str, list[str]]:
+    """Those of `OPTIONAL` that the batch has, and the names of its weights, masks and the caller's own streams."""
+    return {
+        "optional": [name for name in OPTIONAL if name in batch.streams or getattr(batch, name, None) is not None],
+        "weights": sorted(batch.weights),
+        "masks": sorted(batch.masks),
+        "streams": sorted(set(batch.streams) - set(OPTIONAL)),
+    }
 
 
 def digest(*parts: Any) -> int:
@@ -212,11 +227,18 @@ def digest(*parts: Any) -> int:
 
 def batch_digest(batch: Any) -> int:
     """A hash of everything in the batch that the loss reads."""
-    tensors = [batch.tokens_T, batch.cu_S1, batch.action_T, batch.observation_T, batch.target_T, batch.turn_T]
-    for table in (batch.streams, batch.weights, batch.masks):
-        tensors += [table[name] for name in sorted(table)]
-    ids = repr((batch.prompt_ids, batch.episode_ids, batch.sample_ids, batch.terminations)).encode()
-    return digest(ids, *(tensor.contiguous().reshape(-1).view(torch.uint8).numpy() for tensor in tensors))
+    return digest(*contents(batch).values())
+
+
+def contents(batch: Any) -> dict[str, Any]:
+    """Everything in the batch that the loss reads, as bytes or arrays of bytes, by name."""
+    tensors = {name: getattr(batch, f"{name}_T") for name in ("tokens", "action", "observation", "target", "turn")}
+    tensors["lengths"] = batch.cu_S1
+    for kind, table in (("", batch.streams), ("weights ", batch.weights), ("masks ", batch.masks)):
+        tensors |= {f"{kind}{name}": table[name] for name in sorted(table)}
+    found = {name: tensor.contiguous().reshape(-1).view(torch.uint8).numpy() for name, tensor in tensors.items()}
+    ids = {name: getattr(batch, name) for name in ("prompt_ids", "episode_ids", "sample_ids", "terminations")}
+    return found | {name: repr(value).encode() for name, value in ids.items()}
 
 
 def error_text(error: PGLossError, room: int) -> bytes:

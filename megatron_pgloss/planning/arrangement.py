@@ -23,8 +23,8 @@ class Arrangement:
     """All micro-batches of all ranks have one shape (pipelines without variable sequence lengths)."""
     left: bool = False
     """Rows begin at column 0 whatever the caller's padding was."""
-    agreed: str = ""
-    """The caller's options that must be the same on all ranks, as text."""
+    agreed: tuple[tuple[str, object], ...] = ()
+    """The caller's options that must be the same on all ranks: name and value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,6 +83,10 @@ class ComponentTable:
     """float [T]: the derivative, by the token's log-prob, of the component's whole loss of the job through its ratio
     over a prompt or episode; None where there is no such ratio."""
 
+    doubtful: dict[str, Tensor] = field(default_factory=dict)
+    """Unit to bool [T]: tokens outside the members that a user's statistic over the unit may read, and at which some
+    stream is not finite (`megatron_pgloss.planning.values.doubtful`)."""
+
     def with_finding(self, found: Decided) -> ComponentTable:
         """The table with the findings of a statistics pass added."""
         return replace(

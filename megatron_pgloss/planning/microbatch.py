@@ -150,6 +150,13 @@ class MicroBatch:
         decided_T = self._component(name).gates.get(i)
         return None if decided_T is None else self._arranged((name, "gate", i), decided_T)
 
+    def doubtful(self, name: str) -> dict[str, Tensor]:
+        """Unit to bool: the positions at which a statistic of a user's function in component ``name`` must not read."""
+        return {
+            unit: self._arranged((name, "doubtful", unit), hole_T)
+            for unit, hole_T in self._component(name).doubtful.items()
+        }
+
     def mean_weight(self, name: str, i: int) -> float:
         """The mean over the job of the weights of the spec's normalised correction ``i`` on component ``name``."""
         return self._component(name).means[i]

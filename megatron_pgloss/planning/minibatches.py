@@ -58,8 +58,9 @@ def minibatches(
                 raise batch.fault
             keys.append([_key(batch, place, row, by, seed, ranks.world_size) for row in range(len(batch))])
         mine = sorted({key for of in keys for key in of})
-        options = agreement.digest(repr((count, by, seed)).encode())
-        here.row = agreement.pack({"setup": options}, torch.tensor([len(mine)]))
+        options = {"count": count, "by": by, "seed": seed}
+        here.row = agreement.pack({"setup": agreement.digest(repr(options).encode())}, torch.tensor([len(mine)]))
+        here.about = {"setup": lambda: options}
     rows = here.gather(ranks, "minibatches' count, by or seed")
     everywhere = _everywhere(mine, int(rows[:, agreement.HEAD].max()), ranks)
     if len(everywhere) < count:

@@ -204,7 +204,7 @@ def plan(
     with Carried() as here:
         asked = request(spec, split, arrangement, coef, interleaved, vocab_size, version)
         local = count(preflight(batches, asked), asked)
-        here.row = wire.pack(local, asked, ranks, asked.digest)
+        here.row, here.about = wire.pack(local, asked, ranks, asked.digest), wire.fields(local, asked)
     agreed = wire.read(here.gather(ranks), asked)
     if asked.spec is not None and asked.spec.straddling:
         with Carried() as here:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -36,11 +37,18 @@ class Request:
     """Version of the weights being trained."""
 
     @property
+    def options(self) -> dict[str, Any]:
+        """What must be the same on every rank beside the spec, by name, as errors call it. A bound of token ids need
+        not be: each rank looks at its own rows, and one that knows none raises what another finds.
+        """
+        given = {"split": self.split, "coef": dict(sorted(self.coef.items())), "interleaved": self.interleaved}
+        given |= {"version": self.version, "step": dict(self.arrangement.agreed)}
+        return given | {"arrangement": replace(self.arrangement, agreed=())}
+
+    @property
     def digest(self) -> int:
         """A hash of everything but the spec, which has its own."""
-        coefs = sorted(self.coef.items())
-        given = (self.split, self.arrangement, self.interleaved, self.vocab_size, self.version, coefs)
-        return agreement.digest(repr(given).encode())
+        return agreement.digest(repr(self.options).encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,8 +29,9 @@ def revise(made: Plan, found: Mapping[str, Decided]) -> Plan:
     assert asked.spec is not None
     with Carried() as here:
         local = recount(made.local, asked.spec, rejected)
-        setup = agreement.digest(repr(sorted((name, one.numbers) for name, one in found.items())).encode())
-        here.row = wire.pack(local, asked, made.ranks, setup)
+        numbers = {name: one.numbers for name, one in sorted(found.items())}
+        here.row = wire.pack(local, asked, made.ranks, agreement.digest(repr(numbers).encode()))
+        here.about = wire.fields(local, asked) | {"setup": lambda: numbers}
     again = assemble(asked, local, wire.read(here.gather(made.ranks), asked), made.ranks)
     return replace(
         made, local=local, components=with_findings(again.components, found), counts=again.counts, decided=True

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_pgloss.planning import agreement, kept_sets, token_weights, weighing
+from megatron_pgloss.planning import agreement, kept_sets, token_weights, values, weighing
 from megatron_pgloss.planning.component_table import ComponentTable, Corrected
 from megatron_pgloss.planning.counts import Local
 from megatron_pgloss.rollouts.streams import BY_NAME, FILL
@@ -66,18 +66,22 @@ def component_tables(
     flag, number = torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=dtype)
     for c, part in enumerate(spec.components):
         corrected: Corrected | None = None
+        doubtful: dict[str, Tensor] = {}
         if local.units is None:
             weight_T, member_T = number, flag
             if weighing.acts(spec, part):
                 corrected = weighing.none(dtype)
         else:
             counts = local.counts[c]
+            if local.rows is not None:
+                doubtful = values.doubtful(local.rows.batch, spec, part, counts.tokens.member_T)
             weight_T, member_T = token_weights.weights(c, counts, local.units, totals), counts.tokens.member_T
             for mean in means[part.name].values():
                 weight_T = weight_T / mean
             mean = math.prod(means[part.name].values())
             corrected = weighing.finished(counts.tokens.corrected, mean, dtype)
         found[part.name] = ComponentTable(
-            weight_T=weight_T.to(dtype), member_T=member_T, corrected=corrected, means=means[part.name]
-        )
+            weight_T=weight_T.to(dtype), member_T=member_T, corrected=corrected, means=means[part.name],
+            doubtful=doubtful,
+        )  # fmt: skip
     return found

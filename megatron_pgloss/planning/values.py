@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -15,6 +16,8 @@ from megatron_pgloss.planning.units import turns_of
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.rollouts.streams import BY_NAME
 from megatron_pgloss.spec import Component, LossSpec
+from megatron_pgloss.spec.functions import Function
+from megatron_pgloss.spec.levels import KEYED
 
 ABOVE_ZERO = 2.0**-10
 """How far above 0 rounding can put a log-prob. In float32, log p = z - lse carries two roundings of half a unit in the
@@ -64,22 +67,53 @@ def _read_by_statistics(batch: TokenBatch, spec: LossSpec, tokens: ComponentSet)
     """
     part, found = tokens.component, dict[str, Tensor]()
     rules = [rule for rule in (*spec.gates, *spec.corrections) if rule.acts_on(part)]
+    asked: list[tuple[str, tuple[str, ...]]] = []
     for piece in (*part.parts, *rules):
-        if piece.statistic_unit is None or getattr(piece, "over", None) == "members":
-            continue
-        if piece.straddles:
-            # Whether a member lies in another row of the unit, other ranks know.
-            looked_T = batch.action_T & present_rows(batch, spec)[batch.seq_T]
-        else:
-            unit_T, units = (batch.seq_T, len(batch)) if piece.statistic_unit == "sequence" else turns_of(batch)[:2]
-            held_U = torch.zeros(units + 1, dtype=torch.bool).index_fill_(0, unit_T[tokens.member_T] + 1, True)
-            held_U[0] = False  # the place of tokens that belong to no turn
-            looked_T = batch.action_T & held_U[unit_T + 1]
-        gone_T = kept_sets.leaving(batch, spec, part)
-        looked_T = looked_T if gone_T is None else looked_T & ~gone_T
-        for name in spec.statistic_streams(piece):
-            found[name] = found.get(name, torch.zeros_like(looked_T)) | looked_T
+        if piece.statistic_unit is not None and getattr(piece, "over", None) != "members":
+            asked.append((piece.statistic_unit, spec.statistic_streams(piece)))
+        if isinstance(piece, Function):
+            asked += [(one.unit, spec.declared_streams(one)) for one in piece.statistics if one.over == "sampled"]
+    for unit, names in asked:
+        looked_T = _sampled_in_held_units(batch, spec, part, tokens.member_T, unit)
+        for name in names:
+            if name in batch.streams:
+                found[name] = found.get(name, torch.zeros_like(looked_T)) | looked_T
     return found
+
+
+def _sampled_in_held_units(
+    batch: TokenBatch, spec: LossSpec, part: Component, member_T: Tensor, unit: str
+) -> Tensor:  # fmt: skip
+    """bool [T]: the action tokens, trained or not, of the sequences or turns that hold a member; of prompts and
+    episodes, those of all rows that are there.
+    """
+    if unit in KEYED:
+        # Whether a member lies in another row of the unit, other ranks know.
+        looked_T = batch.action_T & present_rows(batch, spec)[batch.seq_T]
+    else:
+        unit_T, units = (batch.seq_T, len(batch)) if unit == "sequence" else turns_of(batch)[:2]
+        held_U = torch.zeros(units + 1, dtype=torch.bool).index_fill_(0, unit_T[member_T] + 1, True)
+        held_U[0] = False  # the place of tokens that belong to no turn
+        looked_T = batch.action_T & held_U[unit_T + 1]
+    gone_T = kept_sets.leaving(batch, spec, part)
+    return looked_T if gone_T is None else looked_T & ~gone_T
+
+
+def doubtful(batch: TokenBatch, spec: LossSpec, part: Component, member_T: Tensor) -> dict[str, Tensor]:
+    """Unit to bool [T]: masked action tokens of units that hold a member, at which some stream of the batch is not
+    finite. What a user's function reads is only known when it runs, so the loss looks there (`UnitStatistics`). Empty
+    where there is no such function or token.
+    """
+    rules = [gate for gate in spec.gates if gate.acts_on(part)]
+    if not any(isinstance(piece, Function) for piece in (*part.parts, *rules)):
+        return {}
+    numbers = [one for one in batch.streams.values() if one.dim() == 1 and one.is_floating_point() and one.numel()]
+    holes = [one for one in numbers if not bool(torch.stack(one.aminmax()).isfinite().all())]
+    if not holes:
+        return {}
+    hole_T = functools.reduce(torch.logical_or, (~one.isfinite() for one in holes)) & ~member_T
+    found = {unit: hole_T & _sampled_in_held_units(batch, spec, part, member_T, unit) for unit in ("sequence", "turn")}
+    return {unit: hole_T for unit, hole_T in found.items() if bool(hole_T.any())}
 
 
 def _judge(

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_pgloss._version import __version__
 from megatron_pgloss.errors import DataError, LayoutError
-from megatron_pgloss.planning import agreement, members
+from megatron_pgloss.planning import agreement, difference, members
 from megatron_pgloss.planning.agreement import FIELDS, HEAD, Ranks
 from megatron_pgloss.planning.counts import Local
 from megatron_pgloss.planning.preflight import CheckedRows, Request
 from megatron_pgloss.planning.split import legal_count, round_up
 from megatron_pgloss.planning.token_weights import check_range, finest
 from megatron_pgloss.rollouts import STREAMS, TokenBatch
+from megatron_pgloss.rollouts.place import row_name
 from megatron_pgloss.spec import LossSpec, PolicyGradient
 
 SLOTS = ("base", "members", "live", "sequence", "turn", "token")
@@ -29,6 +32,8 @@ SLOTS = ("base", "members", "live", "sequence", "turn", "token")
 MOST_TOKENS = 2**39
 """The most tokens that a step may have over all ranks: sums of that many (`megatron_pgloss.planning.select.pieces`) are
 exact."""
+_ROWS = 4096
+"""Rows of a batch that are told apart where the ranks of a replica have different batches."""
 Counts = dict[str, dict[str, int | float]]
 
 
@@ -76,6 +81,36 @@ def pack(local: Local, asked: Request, ranks: Ranks, setup: int) -> Tensor:
     if local.rows is not None:
         head |= _about(local, local.rows, asked, ranks)
     return agreement.pack(head, body(local))
+
+
+def fields(local: Local, asked: Request) -> dict[str, Callable[[], Any]]:
+    """What the digests of `pack` are of, for the error of two ranks that differ."""
+    batch = None if local.rows is None else local.rows.batch
+    return {
+        "spec": lambda: {} if asked.spec is None else asked.spec.to_dict(),
+        "version": lambda: {"megatron_pgloss": __version__},
+        "setup": lambda: asked.options,
+        "streams": lambda: _names(batch),
+        "batch": lambda: _contents(batch),
+    }
+
+
+def _names(batch: TokenBatch | None) -> dict[str, dict[str, bool]]:
+    given = {} if batch is None else agreement.names_given(batch)
+    return {kind: dict.fromkeys(names, True) for kind, names in given.items()}
+
+
+def _contents(batch: TokenBatch | None) -> dict[str, Any]:
+    """Sizes of the batch, a digest of each of its fields and one of each of its first rows."""
+    if batch is None:
+        return {"number of rows": 0}
+    found: dict[str, Any] = {"number of rows": len(batch), "number of tokens": batch.tokens_T.numel()}
+    for name, part in agreement.contents(batch).items():
+        found[name] = f"{difference.CONTENT}{agreement.digest(part):x}"
+    for row in range(min(len(batch), _ROWS)):
+        content = agreement.batch_digest(batch.select([row]))
+        found[f"row {row} ({row_name(row, batch.sample_ids)})"] = f"{difference.CONTENT}{content:x}"
+    return found
 
 
 def _about(local: Local, rows: CheckedRows, asked: Request, ranks: Ranks) -> dict[str, int]:

@@ -16,7 +16,7 @@ from megatron_pgloss.spec.component import Component
 from megatron_pgloss.spec.corrections import Correction
 from megatron_pgloss.spec.equation import equation
 from megatron_pgloss.spec.families import FAMILIES
-from megatron_pgloss.spec.functions import Function, Functions, looked_up
+from megatron_pgloss.spec.functions import Function, Functions, Statistic, looked_up
 from megatron_pgloss.spec.kinds import Kind, kinds, name_of
 from megatron_pgloss.spec.reads import BASE
 from megatron_pgloss.spec.spec_fields import Old, SpecFields
@@ -154,6 +154,10 @@ class LossSpec(SpecFields):
     def statistic_streams(self, part: Kind) -> tuple[str, ...]:
         """The batch's streams that the statistic of ``part`` reads at every token of a unit."""
         return reads.statistic_streams(self, part)
+
+    def declared_streams(self, statistic: Statistic) -> tuple[str, ...]:
+        """The batch's streams that a statistic of a user's function reads at every token of a unit."""
+        return reads.declared_streams(self, statistic)
 
     def reads_turns(self, component: Component) -> bool:
         """Whether a ratio, surrogate or gate of ``component`` is a statistic of turns."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_pgloss.spec.component import Component
+from megatron_pgloss.spec.functions import Statistic
 from megatron_pgloss.spec.kinds import COMPUTED, Kind
 from megatron_pgloss.spec.ratios import RatioKind
 from megatron_pgloss.spec.spec_fields import SpecFields
@@ -78,6 +79,13 @@ def statistic_streams(spec: SpecFields, part: Kind) -> tuple[str, ...]:
     names = (*ratio, *("old" if name == "ratio" else name for name in part.statistic_reads))
     sources = (BASE[spec.old] if name == "old" else name for name in names)
     return tuple(name for name in dict.fromkeys(sources) if name is not None)
+
+
+def declared_streams(spec: SpecFields, statistic: Statistic) -> tuple[str, ...]:
+    """The batch's streams that a statistic reads which a user's function declares; of the model's outputs, none."""
+    of_ratio = ("log_ratio", "ratio", "token_log_ratio", "old")
+    name = BASE[spec.old] if statistic.of in of_ratio else {"advantage": "advantages"}.get(statistic.of, statistic.of)
+    return () if name is None else (name,)
 
 
 def reads_computed(spec: SpecFields, what: str) -> bool:
