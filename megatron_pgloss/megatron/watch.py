@@ -8,11 +8,9 @@ whoever gives no sign of life or is behind, once they have waited for `Watch.pat
 
 from __future__ import annotations
 
-import datetime
 import functools
 import json
 import logging
-import os
 import threading
 import time
 import weakref
@@ -25,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pgloss.errors import PGLossError
+from megatron_pgloss.megatron.job_store import ask, job_store, no_answer, world_timeout
 from megatron_pgloss.megatron.whereabouts import State, look
 
 _LOG = logging.getLogger(__name__)
@@ -53,7 +52,7 @@ class Watch:
         if patience is None:
             patience = min(_PATIENCE, world_timeout().total_seconds() / 2) if size > 1 else _PATIENCE
         self.rank, self.size, self.patience = rank, size, patience
-        self._store = _job_store() if size > 1 else None
+        self._store = job_store() if size > 1 else None
         self._state = self._written = State(since=time.time(), alive=time.time())
         self._thread = threading.get_ident()
         self._asked: float | None = None  # when the thread asked the store what it has not answered yet
@@ -64,9 +63,7 @@ class Watch:
             # Ranks make their steps in one order, so that a rank's second one is every rank's second one.
             self._key = f"megatron_pgloss/watch/{self._store.add(f'megatron_pgloss/watches/{rank}', 1)}"
             self._write()  # at once: a rank that never said anything could not be missed
-            threading.Thread(
-                target=_work, args=(weakref.ref(self), self._wake, min(self._beat, patience)), daemon=True
-            ).start()
+            threading.Thread(target=_work, args=(weakref.ref(self), self._wake), daemon=True).start()
 
     # ---- this rank ------------------------------------------------------------------------------------------------
 
@@ -121,7 +118,7 @@ class Watch:
                 said = json.dumps({"rank": self.rank, "text": text, "at": time.time()})
                 self._store.compare_set(self._failed(self._state.step), "", said)
             except RuntimeError as gone:
-                _LOG.error("the other ranks cannot be told: %s", _no_answer(gone))
+                _LOG.error("the other ranks cannot be told: %s", no_answer(gone))
 
     def _blamed(self) -> str:
         """`behind`, once a rank has said that it failed or has been silent for long enough; what it said first, if none
@@ -144,7 +141,7 @@ class Watch:
             return "there is no store in which ranks could say where they are"
         asked = self._asked
         rest = _ANSWER if asked is None else max(0.5, _ANSWER - (time.monotonic() - asked))
-        return ask(self._look, rest) or _no_answer()
+        return ask(self._look, rest) or no_answer()
 
     def _look(self) -> str:
         try:
@@ -152,13 +149,14 @@ class Watch:
                 return text
             states = {rank: self._read(rank) for rank in range(self.size) if rank != self.rank}
         except RuntimeError as error:
-            return _no_answer(error)
+            return no_answer(error)
         now = time.time()
         silent = [rank for rank, one in states.items() if one is not None and now - one.alive > _SILENT * self._beat]
         if silent:
-            one = states[silent[0]]
-            assert one is not None
-            return f"rank {silent[0]}{_more(silent)} gives no sign of life for {now - one.alive:.0f} s, last heard {one}"
+            last = states[silent[0]]
+            assert last is not None
+            text = f"gives no sign of life for {now - last.alive:.0f} s, last heard {last}"
+            return f"rank {silent[0]}{_more(silent)} {text}"
         if missing := [rank for rank, one in states.items() if one is None]:
             return f"rank {missing[0]}{_more(missing)} has not begun yet"
         known = {rank: one for rank, one in states.items() if one is not None}
@@ -207,7 +205,7 @@ class Watch:
         written = self._written
         changed = (state.step, state.phase, state.micro) != (written.step, written.phase, written.micro)
         self._asked = time.monotonic()
-        if changed or now - written.alive > self._beat:
+        if changed or now - written.alive > 0.9 * self._beat:
             self._write()
         waited = now - state.since
         if state.phase == "idle" or waited < min(self._beat, self.patience):
@@ -222,6 +220,13 @@ class Watch:
         if waited > self.patience and state not in self._told and (look(self._thread)[1] or _UNSEEN):
             self._told.add(state)
             _LOG.warning("rank %d has waited %.0f s %s: %s", self.rank, waited, state, self.behind())
+
+    def pause(self) -> float:
+        """Seconds until the thread has something to do, if the phase does not change."""
+        now = time.time()
+        waited = now - self._state.since
+        rest = [self._beat - (now - self._written.alive), *([self.patience - waited] if waited < self.patience else [])]
+        return max(0.05, min(rest))
 
     def _write(self) -> None:
         """A sign of life."""
@@ -260,50 +265,13 @@ def _more(ranks: list[int]) -> str:
     return f" (and {len(ranks) - 1} more: {', '.join(map(str, ranks[1:6]))})" if len(ranks) > 1 else ""
 
 
-Answer = TypeVar("Answer")
-
-
-def ask(question: Callable[[], Answer], seconds: float) -> Answer | None:
-    """What ``question`` answers to a store within so many seconds, else None; its errors of connections are no answer.
-
-    By a thread: a store whose process was stopped, or that is cut off, answers after its own timeout or never.
-    """
-    found: list[Answer] = []
-
-    def run() -> None:
-        try:
-            found.append(question())
-        except dist.DistError as error:
-            _LOG.info("a store does not answer: %s", error)
-
-    asking = threading.Thread(target=run, daemon=True)
-    asking.start()
-    asking.join(timeout=seconds)
-    return found[0] if found else None
-
-
-def _no_answer(error: RuntimeError | None = None) -> str:
-    """With torchrun the store's process is not a rank's but the launcher's."""
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    why = f" ({str(error).splitlines()[0]})" if error is not None and str(error) else ""
-    who = "the launcher on the first machine" if agent else "rank 0, mostly"
-    return f"the job's store does not answer{why}: its process ({who}) has ended, has stopped or is cut off from here"
-
-
-def world_timeout() -> datetime.timedelta:
-    """That of the default group."""
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    return dist.group.WORLD._get_backend(device).options._timeout  # type: ignore[union-attr,no-any-return]
-
-
-def _job_store() -> Any:
-    """The store of the default process group, by a connection of its own where it has one."""
-    store = dist.distributed_c10d._get_default_store()
-    return store.clone() if hasattr(store, "clone") else store
-
-
-def _work(of: weakref.ref[Watch], wake: threading.Event, pause: float) -> None:
+def _work(of: weakref.ref[Watch], wake: threading.Event) -> None:
     while True:
+        watch = of()
+        if watch is None:
+            return
+        pause = watch.pause()
+        del watch
         wake.wait(timeout=pause)
         wake.clear()
         watch = of()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_pgloss.errors import LayoutError
 from megatron_pgloss.megatron.cpu import enable_cpu
-from megatron_pgloss.megatron.watch import world_timeout
+from megatron_pgloss.megatron.job_store import world_timeout
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_pgloss.errors import LayoutError
-from megatron_pgloss.megatron.watch import Watch, ask
+from megatron_pgloss.megatron.job_store import ask
+from megatron_pgloss.megatron.watch import Watch
 
 _SHORT = 3.0
 """Seconds in which a store has to answer once a run has broken."""
