@@ -1,178 +1,161 @@
 #!/usr/bin/env python3
-"""What every other rank prints, and after how long, when one rank fails, is killed, stops or is late.
+"""What the other rank prints, and after how long, when a rank fails, is killed, stops, is late or loses its network.
 
-    python tools/kill_matrix.py [--only WORDS] [--limit SECONDS] [--json kill_matrix.json] [--page FILE.md]
+    python tools/kill_matrix.py [--only WORDS] [--limit SECONDS] [--json docs/kill_matrix.json]
 
-Cells: fault x layout x rank x phase, each a job of two gloo processes of its own, all groups with the same timeout.
-The JSON is read first and written after every cell, so that a run that was ended goes on where it was.
+Cells: fault x layout x rank x phase, each a job of two gloo processes of its own, all groups with the same timeout. The
+JSON is read first and written after every cell, so that a run that was ended goes on where it was; cells that are not
+as they must be are run again. `markdown` makes the tables of docs/reliability.md of it (``python tools/make_docs.py``).
+Exit code 1 where a cell is not as it must be.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
+import importlib
 import itertools
 import json
-import logging
 import os
-import signal
-import subprocess
+import platform
+import re
 import sys
-import tempfile
-import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # runs from a checkout that is not installed
+TOOLS = Path(__file__).resolve().parent
+sys.path[:0] = [str(TOOLS), str(TOOLS.parent)]  # runs from a checkout that is not installed
 
-LAYOUTS = {"dp2": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "cp2": {"cp": 2}}
+from kill_cell import LAYOUTS, SLACK, Cell, run_cell  # noqa: E402  found by the line above
+
+WARM = (
+    "megatron.core.distributed", "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.pipeline_parallel",
+    "megatron_pgloss.cli.verify", "megatron_pgloss.megatron", "megatron_pgloss.verify.run.command",
+)  # fmt: skip
+"""What every rank needs."""
+JSON = TOOLS.parent / "docs" / "kill_matrix.json"
 FAULTS = ("raise", "kill", "stop", "late")
-PHASES = ("begin", "forward", "backward", "finish", "score")
-SLACK = 10.0
-"""Seconds beyond the timeout within which every peer must have ended."""
+PHASES = ("begin", "forward", "backward", "finish", "score", "verify")
+CUT = ("dp2", "pp2")
+"""Layouts on which a link is cut: their ranks would lie on different machines first."""
 
 
-def worker(fault: str, layout: str, guilty: int, phase: str, limit: float) -> None:
-    """One rank of one cell: says how it ended in one line of JSON."""
-    import torch.distributed as dist
-
-    from megatron_pgloss import Split, presets
-    from megatron_pgloss.megatron import PolicyLossStep
-    from megatron_pgloss.verify.data.batches import batch_of, rows_of_step, share
-    from megatron_pgloss.verify.layouts.models import build_gpt, init_parallel
-    from megatron_pgloss.verify.run.drive import run_schedule
-
-    rank = int(os.environ["RANK"])
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    # A slow start is no fault: only what comes after it has to end in time.
-    port, patient = int(os.environ["MASTER_PORT"]), datetime.timedelta(seconds=120)
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, 2, rank == 0, timeout=patient)
-    store.set(f"here/{rank}", "1")
-    store.wait([f"here/{1 - rank}"], patient)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=limit)
-    )  # fmt: skip
-    where = init_parallel(**LAYOUTS[layout])
-    chunks = build_gpt(vocab_size=32, seq_length=64, layers=2, hidden=16, ffn=16)
-    happen = _fault(fault, guilty == rank, limit)
-    seen: list[int] = []
-
-    def run(model: Any, micro: Any, inputs: Any) -> Any:
-        seen.append(micro.number)
-        if phase in ("forward", "score") and micro.number == 1:
-            happen()
-        output = model(**inputs)
-        if phase == "backward" and micro.number == 1 and output.requires_grad:
-            output.register_hook(lambda grad: happen())
-        return output
-
-    step = PolicyLossStep(presets.reinforce(), chunks, split=Split(sequences=2), forward=run, patience=limit / 2)
-    batches = [batch_of(share(rows_of_step(0), where.dp_rank, where.dp))]
-    began, error = time.monotonic(), ""
-    try:
-        if phase == "score":
-            step.score(batches, into="ref")
-        if phase == "begin":
-            happen()
-        step.begin(batches)
-        with step.watch.schedule():
-            losses = run_schedule(step, chunks)
-        if phase == "finish":
-            happen()
-        step.finish(losses)
-    except (ValueError, RuntimeError) as caught:
-        error = "; ".join([type(caught).__name__, *getattr(caught, "__notes__", [])])
-    print(json.dumps({"rank": rank, "seconds": time.monotonic() - began, "error": error}), flush=True)
-    os._exit(0 if not error else 1)  # not by way of groups that wait for a peer
+def cells() -> Iterator[Cell]:
+    """All of them: with the store at the launcher, and once more with it in the rank that is killed or stops."""
+    for fault, layout, guilty, phase in itertools.product(FAULTS, LAYOUTS, (0, 1), PHASES):
+        yield Cell(fault=fault, layout=layout, guilty=guilty, phase=phase)
+    for layout, guilty, phase in itertools.product(CUT, (0, 1), PHASES):
+        yield Cell(fault="cut", layout=layout, guilty=guilty, phase=phase)
+    for fault, phase in itertools.product(("kill", "stop"), PHASES):
+        yield Cell(fault=fault, layout="tp2", guilty=0, phase=phase, store="rank 0")
 
 
-def _fault(fault: str, here: bool, limit: float) -> Callable[[], None]:
-    def happen() -> None:
-        if not here:
-            return
-        if fault == "raise":
-            raise ValueError("put in by tools/kill_matrix.py")
-        if fault == "late":
-            time.sleep(limit * 0.8)
-        else:
-            os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
-
-    return happen
+def timeout(cell: Cell, limit: float) -> float:
+    """Seconds: in ``verify`` rank 0 first computes the oracle's answer, and the others wait: three times as long."""
+    return 3 * limit if cell.phase == "verify" else limit
 
 
-def cell(fault: str, layout: str, guilty: int, phase: str, limit: float) -> dict[str, Any]:
-    """Run one cell: of the peer its error, its seconds and its lines; whether it ended in time and named the rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        jobs = []
-        env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_port()), "WORLD_SIZE": "2",
-                            "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # fmt: skip
-        for rank in range(2):
-            out, said = Path(folder) / f"{rank}.out", Path(folder) / f"{rank}.err"
-            with out.open("w") as stdout, said.open("w") as stderr:
-                command = [sys.executable, __file__, "--worker", fault, layout, str(guilty), phase, str(limit)]
-                jobs.append(subprocess.Popen(command, env=env | {"RANK": str(rank)}, stdout=stdout, stderr=stderr))
-        peer = 1 - guilty
-        with contextlib.suppress(subprocess.TimeoutExpired):  # told below: then nothing was printed
-            jobs[peer].wait(timeout=limit + SLACK + 120)  # start-up included; the peer times itself
-        for job in jobs:
-            job.kill()
-            job.wait()
-        printed = (Path(folder) / f"{peer}.out").read_text().strip().splitlines()
-        lines = [line for line in (Path(folder) / f"{peer}.err").read_text().splitlines() if f"rank {guilty}" in line]
-    told = json.loads(printed[-1]) if printed and printed[-1].startswith("{") else {"seconds": None, "error": ""}
-    named = any(f"rank {guilty}" in line for line in (*lines, told["error"]))
-    gone = guilty == 0 and "the job's store" in told["error"]  # it held the store
-    done = told["seconds"] is not None and told["seconds"] < limit + SLACK
-    ended = done and (not told["error"] if fault == "late" else bool(told["error"]))
-    return {"seconds": told["seconds"], "error": told["error"], "lines": lines[:3], "ok": ended and (named or gone)}
+def markdown(run: dict[str, Any]) -> str:
+    """The tables of docs/reliability.md: how long the other rank took in each cell, and all that was said."""
+    known, found = run["versions"], {cell.name: cell for cell in cells()}
+    missing = [name for name in found if name not in run["cells"]]
+    verify = next(cell for cell in found.values() if cell.phase == "verify")
+    off = [name for name, one in run["cells"].items() if not one["ok"]]
+    text = [
+        f"{len(run['cells'])} cells, {len(off)} not as they must be, {len(missing)} not run; `{run['command']}`, "
+        f"{known['date']}, megatron-core {known['megatron-core']}, torch {known['torch']}, Python {known['python']}, "
+        f"gloo on CPU. Timeout of every group: {run['limit']:g} s, so that {run['limit'] + SLACK:g} s are allowed; "
+        f"in `verify`, where rank 0 computes the oracle's answer first, {timeout(verify, run['limit']):g} s and 10 more.",
+        "",
+        f"| fault | layout | failing rank | {' | '.join(PHASES)} |",
+        f"|---|---|---|{'---:|' * len(PHASES)}",
+    ]
+    rows: dict[tuple[str, str, str], dict[str, str]] = {}
+    said: dict[tuple[str, str], list[str]] = {}
+    for name, cell in found.items():
+        one = run["cells"].get(name)
+        holds = f"{cell.guilty}" if cell.store == "launcher" else f"{cell.guilty}, with the store"
+        rows.setdefault((cell.fault, cell.layout, holds), {})[cell.phase] = _seconds(one)
+        if one is not None:
+            said.setdefault((cell.fault, _said(cell, one)), []).append(name)
+    text += [f"| {' | '.join(key)} | {' | '.join(row[phase] for phase in PHASES)} |" for key, row in rows.items()]
+    text += ["", "| fault | what the other rank said, numbers as N | cells |", "|---|---|---:|"]
+    text += [f"| {fault} | `{line}` | {len(names)} |" for (fault, line), names in sorted(said.items())]
+    return "\n".join([*text, ""])
 
 
-def _port() -> int:
-    import socket
+def _seconds(one: dict[str, Any] | None) -> str:
+    """Seconds from the fault to the other rank's end."""
+    if one is None:
+        return "not run"
+    taken = "no end" if one["seconds"] is None else f"{one['seconds']:.1f}"
+    return taken if one["ok"] else f"**{taken}**"
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
+def _said(cell: Cell, one: dict[str, Any]) -> str:
+    """The line that names the failing rank, or the last one, without what differs from cell to cell."""
+    from kill_cell import WORDS
 
-def page(found: dict[str, Any], limit: float) -> str:
-    """The table of docs/reliability.md."""
-    lines = ["| fault, layout, rank, phase | the peer ended after, s | what it said | ok |", "|---|---:|---|---|"]
-    for name, one in found.items():
-        said = (one["lines"] or [one["error"]])[-1].replace("|", "/")[:160]
-        seconds = "-" if one["seconds"] is None else f"{one['seconds']:.1f}"
-        lines.append(f"| {name} | {seconds} | {said} | {'yes' if one['ok'] else 'no'} |")
-    return "\n".join([*lines, "", f"Timeout of every group: {limit:g} s; {datetime.date.today()}.", ""])
+    every = [*one["lines"], one["error"]]
+    line = next((line for line in every if WORDS[cell.fault](cell, line)), every[-1] or "nothing")
+    short = re.search(r"rank \d+ (failed|gives no|is behind).*|the job's store.*|\w+Error: put in by.*", line)
+    line = re.sub(r", at [\w.]+:\d+", "", short[0] if short else line)
+    return re.sub(r"\d+", "N", line.replace("|", "/"))[:200]
 
 
 def main() -> int:
-    """Run what is wanted and not there yet; 1 where a cell is not as it must be."""
+    """Run what is wanted and not there yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
     parser.add_argument("--only", default="", help="words separated by commas: cells whose name holds all of them")
-    parser.add_argument("--limit", type=float, default=10.0, help="timeout of every group, seconds")
-    parser.add_argument("--json", type=Path, default=Path("kill_matrix.json"))
-    parser.add_argument("--page", type=Path, help="write the table here")
+    parser.add_argument("--limit", type=float, default=5.0, help="timeout of every group, seconds")
+    parser.add_argument("--json", type=Path, default=JSON)
+    parser.add_argument("--again", action="store_true", help="run cells that are in the JSON, too")
+    parser.add_argument("--show", action="store_true", help="print all that the ranks of a cell said")
     given = parser.parse_args()
-    if given.worker:
-        fault, layout, guilty, phase, limit = given.worker
-        worker(fault, layout, int(guilty), phase, float(limit))
-    found = json.loads(given.json.read_text()) if given.json.exists() else {}
-    for fault, layout, guilty, phase in itertools.product(FAULTS, LAYOUTS, (0, 1), PHASES):
-        name = f"{fault}, {layout}, rank {guilty}, {phase}"
-        if name in found or not all(word in name for word in given.only.split(",")):
+    run = json.loads(given.json.read_text()) if given.json.exists() else {"cells": {}}
+    if run["cells"] and run["limit"] != given.limit:
+        raise SystemExit(f"{given.json} was made with --limit {run['limit']:g}: give the same, or another --json")
+    names = ("megatron-core", "torch")
+    known = {"date": f"{datetime.date.today()}", "python": platform.python_version()}
+    run |= {
+        "command": f"python tools/kill_matrix.py --limit {given.limit:g}", "limit": given.limit,
+        "versions": known | {name: version(name) for name in names},
+    }  # fmt: skip
+    _warm()
+    for cell in cells():
+        there = run["cells"].get(cell.name)
+        if not all(word.strip() in cell.name for word in given.only.split(",")):
             continue
-        found[name] = cell(fault, layout, guilty, phase, given.limit)
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
-        print(
-            f"{'ok ' if found[name]['ok'] else 'NOT'} {name}: {found[name]['seconds']} s, {found[name]['lines'][-1:]}"
-        )
-    if given.page:
-        given.page.write_text(page(found, given.limit))
-    return int(not all(one["ok"] for one in found.values()))
+        if there is not None and there["ok"] and not given.again:
+            continue
+        one = run["cells"][cell.name] = run_cell(cell, timeout(cell, given.limit), show=given.show)
+        _write(given.json, run)
+        print(f"{'ok ' if one['ok'] else 'NOT'} {cell.name}: {one['seconds']} s, {one['lines'][-1:]}", flush=True)
+    return int(not all(one["ok"] for one in run["cells"].values()))
+
+
+def _warm() -> None:
+    """Import once: ranks are forks."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    warnings.simplefilter("ignore")
+    import torch
+
+    torch.set_num_threads(1)
+    for name in WARM:
+        importlib.import_module(name)
+
+
+def _write(file: Path, run: dict[str, Any]) -> None:
+    """One cell a line, in the order of `cells`."""
+    order = [cell.name for cell in cells() if cell.name in run["cells"]]
+    head = json.dumps({key: value for key, value in run.items() if key != "cells"})[:-1]
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(run['cells'][name])}" for name in order)
+    part = file.with_suffix(".part")
+    part.write_text(f'{head}, "cells": {{\n{lines}\n}}}}\n')
+    part.rename(file)
 
 
 if __name__ == "__main__":

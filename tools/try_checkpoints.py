@@ -74,8 +74,18 @@ def state(chunks: list[Any], optimizer: Any, kind: str, *, loading: bool, prepar
     return found
 
 
-def attempt(kind: str, saved: str, loaded: str, folder: Path, *, mended: bool) -> str:
-    """What came of one type, saved on one layout and loaded on another.
+def save(chunks: list[Any], optimizer: Any, kind: str, place: str, updates: int) -> None:
+    """Write model and optimizer after so many updates. A collective."""
+    from megatron.core import dist_checkpointing
+
+    if dist.get_rank() == 0:
+        Path(place).mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(state(chunks, optimizer, kind, loading=False) | {"updates": updates}, place)
+
+
+def load(chunks: list[Any], optimizer: Any, kind: str, place: str, *, mended: bool = True) -> int:
+    """Set model and optimizer from what `save` wrote, and return the number of updates. A collective.
 
     Args:
         mended: give each parameter Adam's count of updates by hand: loading leaves one tensor for all of them, which
@@ -84,6 +94,20 @@ def attempt(kind: str, saved: str, loaded: str, folder: Path, *, mended: bool) -
     from megatron.core import dist_checkpointing
     from megatron.core.utils import unwrap_model
 
+    found = dist_checkpointing.load(state(chunks, optimizer, kind, loading=True), place)
+    for i, chunk in enumerate(chunks):
+        unwrap_model(chunk).load_state_dict(found[f"model{i}"])
+    with torch.no_grad():  # float32 parameters are their own main parameters, and are written to in place
+        optimizer.load_state_dict(found["optimizer"])
+        if mended:
+            for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+                for moments in part.optimizer.state.values():
+                    moments["step"] = torch.tensor(float(found["updates"]))
+    return int(found["updates"])
+
+
+def attempt(kind: str, saved: str, loaded: str, folder: Path, *, mended: bool) -> str:
+    """What came of one type, saved on one layout and loaded on another; ``mended`` as of `load`."""
     from megatron_pgloss.verify.layouts.parallel import destroy_parallel
 
     step = "save"
@@ -92,23 +116,13 @@ def attempt(kind: str, saved: str, loaded: str, folder: Path, *, mended: bool) -
         for number in (1, 2):
             update(chunks, optimizer, number)
         place = folder / f"{kind}-{saved}-{loaded}".replace(" ", "")
-        place.mkdir(parents=True, exist_ok=True)
-        dist.barrier()
-        dist_checkpointing.save(state(chunks, optimizer, kind, loading=False) | {"updates": 2}, str(place))
+        save(chunks, optimizer, kind, str(place), 2)
         update(chunks, optimizer, 3)
         expected = weights(chunks)
         destroy_parallel()
         step = "load"
         chunks, optimizer = made(LAYOUTS[loaded], 1)
-        found = dist_checkpointing.load(state(chunks, optimizer, kind, loading=True), str(place))
-        for i, chunk in enumerate(chunks):
-            unwrap_model(chunk).load_state_dict(found[f"model{i}"])
-        with torch.no_grad():  # float32 parameters are their own main parameters, and are written to in place
-            optimizer.load_state_dict(found["optimizer"])
-            if mended:
-                for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-                    for moments in part.optimizer.state.values():
-                        moments["step"] = torch.tensor(float(found["updates"]))
+        load(chunks, optimizer, kind, str(place), mended=mended)
         update(chunks, optimizer, 3)
         got = weights(chunks)
         worst = max(float((got[name] - value).abs().max()) for name, value in expected.items())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss import finishing
-from megatron_pgloss.errors import DataError, LayoutError, NonFiniteError, PGLossError
+from megatron_pgloss.errors import Caught, DataError, LayoutError, NonFiniteError, PGLossError
 from megatron_pgloss.megatron.layout import Layout
 from megatron_pgloss.metrics import Metric, fold
 from megatron_pgloss.objective import measure
@@ -68,10 +68,9 @@ def collect(
         PGLossError: any rank's ``error``, or reports that are not what the loss function returned (on every rank).
     """
     mine, missing = dict[str, Metric](), 0
-    try:
+    with Caught() as here:
         mine, missing = _own(reports, names, plan, layout)
-    except PGLossError as caught:
-        error = error or caught
+    error = error or here.error
     row = torch.zeros(_NUMBERS + 2 * len(names), dtype=torch.int64)
     row[_SPEAKS], row[_UPDATED], row[_MISSING] = int(layout.speaks), int(plan.ledger.updated), missing
     text = b""

@@ -52,7 +52,8 @@ class PolicyLossStep(Runtime):
         forward: ``FN(model, micro, inputs) -> output``, how the model is run on a micro-batch, in training, scoring,
             the statistics pass and evaluation; for models whose ``forward`` has another signature. ``inputs`` has the
             keywords that the step would hand over (`inputs`), and the fused head's. None: ``model(**inputs)``.
-        patience: seconds in one phase after which a rank logs for whom it waits (`megatron_pgloss.megatron.watch`).
+        patience: seconds in one phase after which a rank logs for whom it waits (`megatron_pgloss.megatron.watch`);
+            None: 120, or half of the world's timeout if that is less.
 
     Raises:
         UnsupportedError, SpecError: a refused mode (`megatron_pgloss.megatron.modes`), or factors that cannot be
@@ -76,7 +77,7 @@ class PolicyLossStep(Runtime):
         head_memory: int = 2**31,
         reference: Any = None,
         forward: Forward | None = None,
-        patience: float = 120.0,
+        patience: float | None = None,
     ) -> None:
         super().__init__(
             spec, model, split=split, pg_collection=pg_collection, vocab_size=vocab_size, head=head,

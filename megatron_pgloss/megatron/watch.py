@@ -9,7 +9,6 @@ rank, or a rank that gives no sign of life or is behind, once they have waited f
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import logging
 import threading
@@ -17,47 +16,27 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from megatron_pgloss.errors import PGLossError
+from megatron_pgloss.megatron.job_store import ask, job_store, no_answer, world_timeout
+from megatron_pgloss.megatron.whereabouts import State, look
 
 _LOG = logging.getLogger(__name__)
-_NUMBER = itertools.count()
-_ORDER = ("idle", "score", "begin", "statistics pass", "forward", "loss", "schedule", "finish")
-"""Phases in the order of a step; ``schedule`` is the time between two calls into this package, backward included."""
 _PAUSE = 1.0
 """Least number of seconds between two writes."""
+_UNSEEN = torch.cuda.is_available()
+"""Whether a rank may wait for others without a line of Python that shows it: for a kernel of its device."""
 _SILENT = 3
 """Signs of life that a rank misses before it is called silent."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """The step, phase and micro-batch that a rank is in."""
-
-    step: int = 0
-    phase: str = "idle"
-    micro: int = -1
-    since: float = 0.0
-    """Time of day at which the phase began."""
-    alive: float = 0.0
-    """Time of day of the last sign of life."""
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """A key for comparing ranks: the smaller one is behind. The micro-batch counts before the phase inside it."""
-        inside = self.phase in ("forward", "loss", "schedule")
-        return self.step, _ORDER.index("forward" if inside else self.phase), 3 * self.micro + (
-            ("forward", "loss", "schedule").index(self.phase) if inside else 0
-        )  # fmt: skip
-
-    def __str__(self) -> str:
-        place = {"schedule": "in the schedule, after", "forward": "in forward of", "loss": "in the loss of"}
-        where = f"{place[self.phase]} micro-batch {self.micro}" if self.phase in place else f"in {self.phase}"
-        return f"{where}, step {self.step}"
+_PATIENCE = 120.0
+"""Seconds in one phase after which a rank says for whom it waits, in jobs with long timeouts."""
+_ANSWER = 5.0
+"""Seconds after which a store that has not answered counts as one that does not."""
 
 
 class Watch:
@@ -65,21 +44,26 @@ class Watch:
 
     Args:
         rank, size: this rank's number, and the number of ranks in the world.
-        patience: seconds in one phase after which this rank says for whom it waits.
+        patience: seconds in one phase after which this rank says for whom it waits; None: 120, or half of the
+            world's timeout if that is less.
     """
 
-    def __init__(self, rank: int, size: int, patience: float) -> None:
+    def __init__(self, rank: int, size: int, patience: float | None = None) -> None:
+        if patience is None:
+            patience = min(_PATIENCE, world_timeout().total_seconds() / 2) if size > 1 else _PATIENCE
         self.rank, self.size, self.patience = rank, size, patience
-        self._key = f"megatron_pgloss/watch/{next(_NUMBER)}"
-        self._store = _job_store() if size > 1 else None
-        self._state, self._written = State(since=time.time()), State()
+        self._store = job_store() if size > 1 else None
+        self._state = self._written = State(since=time.time(), alive=time.time())
+        self._thread = threading.get_ident()
+        self._asked: float | None = None  # when the thread asked the store what it has not answered yet
         self._told: set[object] = set()
         self._wake = threading.Event()
         self._beat = max(2.0, size / 500)  # in a large world the store must not have to serve many writes a second
         if self._store is not None:
-            threading.Thread(
-                target=_work, args=(weakref.ref(self), self._wake, min(self._beat, patience)), daemon=True
-            ).start()
+            # Ranks make their steps in one order, so that a rank's second one is every rank's second one.
+            self._key = f"megatron_pgloss/watch/{self._store.add(f'megatron_pgloss/watches/{rank}', 1)}"
+            self._write()  # at once: a rank that never said anything could not be missed
+            threading.Thread(target=_work, args=(weakref.ref(self), self._wake), daemon=True).start()
 
     # ---- this rank ------------------------------------------------------------------------------------------------
 
@@ -87,6 +71,7 @@ class Watch:
         """Note that this rank enters a phase; ``opens`` says that the next step begins. Nothing is sent from here."""
         now = time.time()
         self._state = State(step=self._state.step + opens, phase=phase, micro=micro, since=now, alive=now)
+        self._thread = threading.get_ident()
         self._wake.set()
 
     @contextmanager
@@ -130,19 +115,21 @@ class Watch:
         _LOG.error(text)
         if self._store is not None:
             try:
-                self._store.compare_set(f"{self._key}/failed/{self._state.step}", "", text)  # the first one counts
+                # The first one counts.
+                said = json.dumps({"rank": self.rank, "text": text, "at": time.time()})
+                self._store.compare_set(self._failed(self._state.step), "", said)
             except RuntimeError as gone:
-                _LOG.error("the job's store is gone, the other ranks cannot be told: %s", gone)
+                _LOG.error("the other ranks cannot be told: %s", no_answer(gone))
 
     def _blamed(self) -> str:
-        """The text of `behind`, as soon as a rank has said that it failed or has been silent for too long; whatever it
-        is after a few seconds otherwise.
+        """The text of `behind`, as soon as a rank has said that it failed or has been silent for too long; the first
+        text, if none has: whoever was late then has an error of its own by now.
         """
         late = time.monotonic() + _SILENT * self._beat + 2 * _PAUSE
-        text = self.behind()
+        first = text = self.behind()
         while "is behind" in text or "no rank" in text:
             if time.monotonic() > late:
-                break
+                return first
             time.sleep(self._beat / 4)
             text = self.behind()
         return text
@@ -153,12 +140,9 @@ class Watch:
         """A text: which rank failed, gives no sign of life, or is behind; or that the store does not answer."""
         if self._store is None:
             return "there is no store in which ranks could say where they are"
-        found: list[str] = []
-        # By a thread: a store whose process was stopped never answers, whatever its timeout.
-        asking = threading.Thread(target=lambda: found.append(self._look()), daemon=True)
-        asking.start()
-        asking.join(timeout=5 * _PAUSE)
-        return found[0] if found else "the job's store does not answer: its process (rank 0, mostly) has stopped"
+        asked = self._asked
+        rest = _ANSWER if asked is None else max(0.5, _ANSWER - (time.monotonic() - asked))
+        return ask(self._look, rest) or no_answer()
 
     def _look(self) -> str:
         try:
@@ -166,27 +150,50 @@ class Watch:
                 return text
             states = {rank: self._read(rank) for rank in range(self.size) if rank != self.rank}
         except RuntimeError as error:
-            return f"the job's store is gone, so the process that held it (rank 0, mostly) has ended: {error}"
+            return no_answer(error)
         now = time.time()
         silent = [rank for rank, one in states.items() if one is not None and now - one.alive > _SILENT * self._beat]
         if silent:
-            one = states[silent[0]]
-            assert one is not None
-            return f"rank {silent[0]}{_more(silent)} gives no sign of life for {now - one.alive:.0f} s; it was {one}"
+            last = states[silent[0]]
+            assert last is not None
+            text = f"gives no sign of life for {now - last.alive:.0f} s, last heard {last}"
+            return f"rank {silent[0]}{_more(silent)} {text}"
         if missing := [rank for rank, one in states.items() if one is None]:
             return f"rank {missing[0]}{_more(missing)} has not begun yet"
         known = {rank: one for rank, one in states.items() if one is not None}
-        least = min(one.order for one in known.values())
-        late = [rank for rank, one in known.items() if one.order == least]
-        if least >= self._state.order:
-            return f"no rank is behind: rank {late[0]}{_more(late)} is {known[late[0]]}"
+        late = self._late(known)
+        if not late:
+            one = min(known, key=lambda rank: known[rank].order)
+            return f"no rank is behind: rank {one} is {known[one]}"
         return f"rank {late[0]}{_more(late)} is behind: {known[late[0]]}, since {now - known[late[0]].since:.0f} s"
 
+    def _late(self, known: dict[int, State]) -> list[int]:
+        """Ranks that do not wait for others, in the part of the step that is furthest back; where all of them wait, or
+        where none is known to, those whose place is behind this rank's. By place.
+        """
+        ranks = sorted(known, key=lambda rank: known[rank].order)
+        back = min(self._state.stage, known[ranks[0]].stage)
+        busy = [rank for rank in ranks if known[rank].stage == back and not known[rank].waits]
+        if busy and (look(self._thread)[1] or any(one.waits for one in known.values())):
+            return busy
+        least = known[ranks[0]].order
+        return [rank for rank in ranks if known[rank].order == least < self._state.order]
+
+    def _failed(self, step: int) -> str:
+        return f"{self._key}/failed/{step}"
+
     def _failure(self) -> str:
-        """What a rank said as it failed in this step, or the empty string."""
+        """What a rank said as it failed in this step or the one before, or the empty string; a rank that has gone on
+        since (the step was tried again, say) has not failed.
+        """
         assert self._store is not None
-        key = f"{self._key}/failed/{self._state.step}"
-        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+        for key in (self._failed(self._state.step), self._failed(self._state.step - 1)):
+            if self._store.check([key]):
+                said = json.loads(self._store.get(key))
+                one = self._read(said["rank"])
+                if one is None or one.since <= said["at"] or one.phase == "idle":
+                    return str(said["text"])
+        return ""
 
     def _read(self, rank: int) -> State | None:
         assert self._store is not None
@@ -195,23 +202,39 @@ class Watch:
 
     def tick(self) -> None:
         """One round of the thread: write this rank's state, and log for whom it waits if it has waited for long."""
-        assert self._store is not None
         state, now = self._state, time.time()
         written = self._written
         changed = (state.step, state.phase, state.micro) != (written.step, written.phase, written.micro)
-        if changed or now - written.alive > self._beat:
-            self._written = State(**{**asdict(state), "alive": now})
-            self._store.set(f"{self._key}/{self.rank}", json.dumps(asdict(self._written)))
+        self._asked = time.monotonic()
+        if changed or now - written.alive > 0.9 * self._beat:
+            self._write()
         waited = now - state.since
         if state.phase == "idle" or waited < min(self._beat, self.patience):
+            self._asked = None
             return
-        if (text := self._failure()) and text not in self._told:
+        text = self._failure()
+        self._asked = None
+        if text and text not in self._told:
             self._told.add(text)
             if not text.startswith(f"rank {self.rank} "):
                 _LOG.error("rank %d waits %s: %s", self.rank, state, text)
-        if waited > self.patience and state not in self._told:
+        if waited > self.patience and state not in self._told and (look(self._thread)[1] or _UNSEEN):
             self._told.add(state)
             _LOG.warning("rank %d has waited %.0f s %s: %s", self.rank, waited, state, self.behind())
+
+    def pause(self) -> float:
+        """Seconds until the thread has something to do, if the phase does not change."""
+        now = time.time()
+        waited = now - self._state.since
+        rest = [self._beat - (now - self._written.alive), *([self.patience - waited] if waited < self.patience else [])]
+        return max(0.05, min(rest))
+
+    def _write(self) -> None:
+        """A sign of life."""
+        assert self._store is not None
+        at, waits = look(self._thread)
+        self._written = replace(self._state, alive=time.time(), at=at, waits=waits)
+        self._store.set(f"{self._key}/{self.rank}", json.dumps(asdict(self._written)))
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -243,14 +266,13 @@ def _more(ranks: list[int]) -> str:
     return f" (and {len(ranks) - 1} more: {', '.join(map(str, ranks[1:6]))})" if len(ranks) > 1 else ""
 
 
-def _job_store() -> Any:
-    """The store of the default process group, by a connection of its own where it has one."""
-    store = dist.distributed_c10d._get_default_store()
-    return store.clone() if hasattr(store, "clone") else store
-
-
-def _work(of: weakref.ref[Watch], wake: threading.Event, pause: float) -> None:
+def _work(of: weakref.ref[Watch], wake: threading.Event) -> None:
     while True:
+        watch = of()
+        if watch is None:
+            return
+        pause = watch.pause()
+        del watch
         wake.wait(timeout=pause)
         wake.clear()
         watch = of()

@@ -275,9 +275,9 @@ FIXTURES: dict[Callable[[], Any], World] = {}
 """A fixture's function to the world that it waits for."""
 
 
-def world_fixture(fn: Callable[..., Any], size: int, *args: Any, timeout: float = TIMEOUT) -> Any:
-    """A module-scoped fixture: the results of ``fn(rank, size, *args)``, by rank."""
-    world = World(fn, size, args, timeout)
+def world_fixture(fn: Callable[..., Any], size: int, *args: Any, timeout: float = TIMEOUT, grouped: bool = True) -> Any:
+    """A module-scoped fixture: the results of ``fn(rank, size, *args)``, by rank; ``grouped`` as of `World`."""
+    world = World(fn, size, args, timeout, grouped)
 
     def results() -> list[Any]:
         return world.results()
@@ -335,7 +335,8 @@ def _rank(rank: int, size: int, folder: str, timeout: float, fn: Callable, args:
     except BaseException as raised:  # noqa: BLE001  the parent raises it again, with the traceback
         error = f"{type(raised).__name__}: {raised}\n{traceback.format_exc()}"
     used = resource.getrusage(resource.RUSAGE_SELF)
-    usage = (used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)  # a rank may have forks of its own
+    usage = (used.ru_utime + used.ru_stime + ended.ru_utime + ended.ru_stime, used.ru_maxrss / 1024)
     part = Path(folder) / f"{rank}.part"
     part.write_bytes(pickle.dumps((time.time(), error, value, usage, lines.end() if lines else set())))
     part.rename(part.with_suffix(".pkl"))

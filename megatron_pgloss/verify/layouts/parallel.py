@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_pgloss.errors import LayoutError
 from megatron_pgloss.megatron.cpu import enable_cpu
+from megatron_pgloss.megatron.job_store import world_timeout
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,8 @@ def init_parallel(
         tp, pp, vpp, cp, ep: sizes of the tensor, pipeline, virtual pipeline, context and expert dimensions.
         etp: tensor parallelism inside experts; default ``tp``.
         seed: for Megatron's random states.
-        more: passed to ``initialize_model_parallel``, by its own names; Megatron's groups get the world's timeout.
+        more: passed to ``initialize_model_parallel``, by its own names; Megatron's groups get the world's timeout, not
+            the 30 minutes that Megatron gives them, whatever the world has.
     """
     if not torch.cuda.is_available():
         enable_cpu()
@@ -82,7 +83,7 @@ def init_parallel(
             expected=f"a world divisible by tp * pp * cp = {tp * pp * cp}",
             got=dist.get_world_size(),
         )
-    more.setdefault("distributed_timeout_minutes", _world_timeout().total_seconds() / 60)
+    more.setdefault("distributed_timeout_minutes", world_timeout().total_seconds() / 60)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -115,12 +116,6 @@ def axes() -> Axes:
         ep_rank=ps.get_expert_model_parallel_rank(),
         dp_rank=ps.get_data_parallel_rank(with_context_parallel=False),
     )
-
-
-def _world_timeout() -> datetime.timedelta:
-    """The timeout of the default group. Megatron gives its own groups 30 minutes, whatever that timeout is."""
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    return dist.group.WORLD._get_backend(device).options._timeout  # type: ignore[union-attr,no-any-return]
 
 
 def destroy_parallel() -> None:

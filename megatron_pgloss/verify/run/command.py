@@ -115,7 +115,8 @@ def tour(
         with launch.world(size) as inside:
             for layout in layouts:
                 if inside and (layout.world or launch.size) == size:
-                    found = visit(layout, judge)
+                    with launch.watch.during("visit", then="idle", opens=True):
+                        found = visit(layout, judge)
                     outcomes += found
                     report(layout, found)
 

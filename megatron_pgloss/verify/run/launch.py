@@ -17,7 +17,11 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_pgloss.errors import LayoutError
+from megatron_pgloss.megatron.job_store import ask
+from megatron_pgloss.megatron.watch import Watch
 
+_SHORT = 3.0
+"""Seconds in which a store has to answer once a run has broken."""
 _LONG = datetime.timedelta(days=7)
 """Timeout of spare ranks, which wait while others work."""
 
@@ -35,6 +39,10 @@ class Launch:
         self.backend = "nccl" if device == "cuda" else "gloo"
         self._timeout = timeout
         self._worlds = 0
+        self.answers = True
+        """Whether the store answered when it was last asked."""
+        self.watch: Watch
+        """Says of the ranks of the present world who keeps the others waiting, outside of steps too."""
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             self.store, self.rank, self.size = next(iter(rendezvous("env://", timeout=timeout)))
         else:
@@ -62,6 +70,7 @@ class Launch:
             dist.init_process_group(
                 self.backend, store=store, rank=self.rank, world_size=size, timeout=self._timeout
             )  # fmt: skip
+            self.watch = Watch(self.rank, size)
         yield inside
         if inside:
             dist.destroy_process_group()
@@ -77,10 +86,13 @@ class Launch:
 
         ``broken`` says that some ranks have ended, so that the first rank does not wait for them.
         """
+        if broken:
+            if self.answers:
+                self.store.set("verify/end", "1")
+            return
         self.store.set(f"verify/left/{self.rank}", "1")
         if self.rank == 0:
-            if not broken:
-                self.store.wait([f"verify/left/{rank}" for rank in range(self.size)], _LONG)
+            self.store.wait([f"verify/left/{rank}" for rank in range(self.size)], _LONG)
             self.store.set("verify/end", "1")
         else:
             self.store.wait(["verify/end"], _LONG)
@@ -109,20 +121,28 @@ class LastWords:
         launch = self._launch
         if launch.rank == 0:
             signal.signal(signal.SIGTERM, self._before if error is None else signal.SIG_IGN)
-        mine = f"rank {launch.rank}: {type(error).__name__}: {error}"
-        if launch.rank != 0:
-            # The first rank to fail writes its error; later ones only report that a connection was closed.
-            if error is not None and launch.store.add(f"{self._key}/count", 1) == 1:
-                launch.store.set(self._key, mine)
-            return False
         if error is None:
             return False
+        # The notes name whom a collective waited for.
+        said = "; ".join([str(error), *getattr(error, "__notes__", [])])
+        mine = f"rank {launch.rank}: {type(error).__name__}: {said}"
+        if launch.rank != 0:
+            ask(lambda: self._leave(mine), _SHORT)
+            return False
         traceback.print_exception(error)
-        self.text = mine
-        if launch.size > 1:
-            late = time.monotonic() + 2
-            while time.monotonic() < late and not launch.store.check([self._key]):
-                time.sleep(0.1)
-            if launch.store.check([self._key]):
-                self.text = launch.store.get(self._key).decode()
+        told = ask(self._told, _SHORT) if launch.size > 1 else ""
+        launch.answers = told is not None
+        self.text = told or mine
         return True
+
+    def _leave(self, mine: str) -> None:
+        """The first rank to fail writes its error; later ones only report that a connection was closed."""
+        if self._launch.store.add(f"{self._key}/count", 1) == 1:
+            self._launch.store.set(self._key, mine)
+
+    def _told(self) -> str:
+        """What another rank wrote, or the empty string."""
+        store, late = self._launch.store, time.monotonic() + 2
+        while time.monotonic() < late and not store.check([self._key]):
+            time.sleep(0.1)
+        return str(store.get(self._key).decode()) if store.check([self._key]) else ""
