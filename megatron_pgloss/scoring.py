@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.logprobs import TokenLogprobs
 from megatron_pgloss.objective.decisions import decide
+from megatron_pgloss.objective.straddling import with_slopes
 from megatron_pgloss.planning import MicroBatch, Plan
 from megatron_pgloss.planning.carried import Carried
 from megatron_pgloss.planning.revision import revise
@@ -40,14 +41,14 @@ def into_batches(batches: Sequence[TokenBatch], values_T: Tensor, name: str) -> 
     out, at = [], 0
     for batch in batches:
         size = batch.tokens_T.numel()
-        out.append(batch.with_stream(name, values_T[at : at + size].clone()) if len(batch) else batch)
+        out.append(batch.with_stream(name, values_T[at : at + size].clone(), add=True) if len(batch) else batch)
         at += size
     return out
 
 
 def statistics_pass(plan: Plan, scored: Sequence[TokenLogprobs]) -> Plan:
-    """The plan with everything decided that needs the whole step: gates by quantile, second moment or covariance, mean
-    weights of the current policy, denominators without what gates reject.
+    """The plan with everything decided that needs the whole step: gates by quantile, second moment or covariance,
+    statistics of the policy over prompts and episodes, mean weights, denominators without what gates reject.
 
     Run the model over ``plan.microbatches()`` forward-only, then call this, then train on the micro-batches of the plan
     it returns. `PolicyLossStep.begin` does all of this by itself. It is a collective of all ranks of the plan: one
@@ -75,7 +76,7 @@ def statistics_pass(plan: Plan, scored: Sequence[TokenLogprobs]) -> Plan:
 def decided(plan: Plan, logp_T: Tensor, entropy_T: Tensor | None) -> Plan:
     """The plan that `statistics_pass` returns, from log-probs and entropies of whole rows, float [T] on the CPU."""
     found = decide(plan, plan.whole(), logp_T, entropy_T)
-    return revise(plan, found)
+    return with_slopes(revise(plan, found), logp_T, entropy_T)
 
 
 def _whole_rows(plan: Plan, scored: list[TokenLogprobs]) -> tuple[Tensor, Tensor]:

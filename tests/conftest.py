@@ -41,10 +41,14 @@ def pytest_configure(config: pytest.Config) -> None:
     shelf = tempfile.TemporaryDirectory(prefix="pgloss-shelf-")
     os.environ["PGLOSS_SHELF"] = shelf.name
     config.add_cleanup(shelf.cleanup)
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.collectonly:
+        from support.worlds import RUN
+
+        RUN.warm()  # the whole suite: ranks will be needed, and their imports take as long as collecting the tests
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests of exhaustive runs and of GPUs where there is none; put tests that wait for worlds last."""
+    """Skip tests of exhaustive runs, and of GPUs where there is none; put slow tests first, those with worlds last."""
     from support.worlds import worlds_of
 
     if not config.getoption("--exhaustive"):
@@ -58,7 +62,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if waits := worlds_of([item]):
             # Each world has its own deadline from its start, but it may have to wait for seats first.
             item.add_marker(pytest.mark.timeout(600 + sum(world.timeout for world in waits)))
-    items.sort(key=lambda item: bool(worlds_of([item])))
+    # Slow tests without a world wait for programs of their own, meanwhile worlds have the machine.
+    items.sort(key=lambda item: (bool(worlds_of([item])), item.get_closest_marker("slow") is None))
     _skip_without_gpu(items)
 
 
@@ -87,9 +92,10 @@ def _skip_without_gpu(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the worlds that tests will wait for."""
     from support import lines
-    from support.worlds import RUN, worlds_of
+    from support.worlds import RARE, RUN, worlds_of
 
     gc.collect()
+    gc.set_threshold(*RARE)
     gc.freeze()  # what was collected so far stays alive, and need not be searched for garbage during thousands of tests
     worlds = worlds_of(session.items)
     if worlds and not session.config.option.collectonly and RUN.method == "forkserver":

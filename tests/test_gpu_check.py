@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 
 
+@pytest.mark.slow
 def test_every_part_of_the_gpu_check_runs_on_a_cpu_at_small_sizes() -> None:
     command = ["bash", str(TOOLS / "gpu_check.sh"), "--device", "cpu", "--small"]
     ran = subprocess.run(

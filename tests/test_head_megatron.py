@@ -29,7 +29,7 @@ WHERE: list[dict[str, Any]] = [
     dict(tp=2),
     dict(tp=2, sp=True, per_token=True),
     dict(tp=4, sp=True, vocab=30),
-    dict(pp=2, vpp=2, layers=4, tied=True, distributed_optimizer=True, per_token=True),
+    dict(pp=2, vpp=2, tied=True, distributed_optimizer=True, per_token=True),
     dict(tied=True),
     dict(pp=2, empty_rank=True, per_token=True),
     dict(cp=2),
@@ -50,7 +50,7 @@ def tour(rank: int, world: int) -> list[tuple[str, float, float]]:
             # Terms over units have no mode "forward"; nothing fits into no memory, so auto has to do without logits.
             spec = "dapo" if mode == "forward" or turn % 3 == 2 else "rich"
             options = {"head": mode} | ({"head_memory": 0} if mode == "auto" else {})
-            (found,) = visit(Scenario(world=4, options=options, **{"layers": 2, **fields}), judge, [spec])
+            (found,) = visit(Scenario(world=4, options=options, **fields), judge, [spec])
             assert not found.error, found.error
             name = f"{found.layout.name}, {spec}, {mode}, {found.parameter}"
             seen.append((name, found.gradient_error, max(found.loss_error, found.metric_error)))
@@ -75,7 +75,7 @@ def test_gradients_equal_the_oracles(toured: Any, table: list[str]) -> None:
 def _half(rank: int, world: int) -> dict[str, Any]:
     """float16 with a loss scale of 2^16 and overlapped reduction; an evaluation between two steps; scores."""
     quiet()
-    layout = Scenario(tp=2, sp=True, overlap=True, loss_scale=2.0**16, layers=2, model=dict(dtype=torch.float16))
+    layout = Scenario(tp=2, sp=True, overlap=True, loss_scale=2.0**16, model=dict(dtype=torch.float16))
     spec = pg.presets.dapo()
     judge = jobs.judge_of({"dapo": spec})
     judge.prepare(layout.data)

@@ -228,7 +228,7 @@ def test_prompts_and_episodes_straddle_ranks() -> None:
 
 @marked
 def test_data_can_tell_a_right_loss_from_a_wrong_one(visits: Any, table: list[str]) -> None:
-    metrics = visits["dp2, 2 rows"]["rich"].facts["metrics"]
+    metrics = visits["dp2, 3 rows"]["rich"].facts["metrics"]
     shares = {side: metrics[f"rl/clip_{side}"] for side in ("low", "high", "dual")}
     table.append(f"tokens on a flat side of the clip: {', '.join(f'{k} {v:.1%}' for k, v in shares.items())}")
     assert all(shares.values())

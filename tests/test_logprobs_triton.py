@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 INTEGERS = ("row_stride", "out_row_stride", "columns", "piece_columns")
 
 
+@pytest.mark.slow
 def test_kernels_pass_the_tests_of_every_backend_in_the_interpreter() -> None:
     env = os.environ | {"TRITON_INTERPRET": "1", "PGLOSS_TEST_BACKENDS": "triton"}
     file = str(HERE / "test_logprobs_backends.py")

@@ -19,7 +19,7 @@ from support.faulty import outcome
 from support.jobs import Job
 from support.worlds import world_fixture
 
-TINY = dict(layers=2, hidden=16, ffn=16)
+TINY = dict(hidden=16, ffn=16)
 EXPERTS = TINY | dict(experts=4, topk=2)
 WRAPPERS: dict[str, dict[str, Any]] = {
     "plain": {},

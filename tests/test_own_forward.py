@@ -21,11 +21,11 @@ from support.faulty import outcome
 from support.jobs import Job
 from support.worlds import world_fixture
 
-TINY = dict(layers=2, hidden=16, ffn=16)
+TINY = dict(hidden=16, ffn=16)
 THD = pg.Split(max_tokens=40)
 JOBS = {
     "cp2 tp2 packed": Job(cp=2, tp=2, split=THD, model=TINY),
-    "pp2 vpp2 packed": Job(pp=2, vpp=2, split=THD, model=TINY | dict(layers=4)),
+    "pp2 vpp2 packed": Job(pp=2, vpp=2, split=THD, model=TINY),
     "pp2 padded": Job(pp=2, model=TINY),
 }
 SPEC = pg.LossSpec(

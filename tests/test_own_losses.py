@@ -27,6 +27,7 @@ MODERN = tuple(int(part) for part in version("megatron-core").split(".")[:2]) >=
 AUX = dict(layers=2, experts=4, topk=2, moe_aux_coeff=0.1, moe_z_coeff=0.01)
 MTP = dict(layers=2, extra=dict(mtp_num_layers=2, mtp_loss_scaling_factor=0.3))
 THD = pg.Split(max_tokens=80)
+PAIRS = pg.Split(sequences=2)
 MOE_JOBS = {
     "dp4": Job(model=AUX),
     "ep4, distributed optimizer": Job(ep=4, model=AUX | DISTOPT),
@@ -131,7 +132,7 @@ def tour(rank: int, world: int) -> dict[str, Any]:
     layouts.leave(chunks)
     reference: dict[str, torch.Tensor] | None = None
     for name, flag in MOE_CASES:
-        seen, own = visit(replace(MOE_JOBS[name], per_token=flag), rows, fixed=True)
+        seen, own = visit(replace(MOE_JOBS[name], per_token=flag, split=PAIRS), rows, fixed=True)
         reference = reference or own
         seen["strength"] = strength(own, reference)
         by = seen["strength"]

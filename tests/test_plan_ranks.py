@@ -50,6 +50,38 @@ def spec_of(path: str) -> pg.LossSpec:
     )
 
 
+def corrected() -> pg.LossSpec:
+    """Rules over episodes and prompts, whose rows lie on several ranks; `REJECTING` takes some of both out."""
+    path = "mean(prompt) > mean(episode) > mean(token)"
+    parts = [pg.PolicyGradient(normalizer=path, count_rejected=False), pg.KL(coef=0.1), pg.Entropy(coef=0.01)]
+    return pg.LossSpec(
+        components=parts,
+        corrections=[
+            pg.TruncatedIS(level="episode", high=3.0),
+            pg.TruncatedIS(level="prompt_geometric", high=1.05, on=("kl",)),
+            *REJECTING,
+        ],
+        masks=[pg.DropTruncated()],
+    )
+
+
+REJECTING = (
+    pg.Veto(unit="episode", low=0.4, high=2.5, on=("rl",)),
+    pg.RatioMask(unit="prompt", low=0.9, high=1.1, on=("kl",)),
+    pg.Reject(unit="episode", estimator="k2", statistic="max", high=0.5, on=("entropy",)),
+)
+
+
+def means_differ(mine: Sequence[Row], whole: pg.TokenBatch, group: Any) -> float:
+    """Largest relative error of mean weights over episodes and prompts: float sums, not bitwise."""
+    rules = [pg.TruncatedIS(level=level, high=3.0, normalize=True) for level in ("episode", "prompt_geometric")]
+    spec = corrected().replace(corrections=(*rules, *REJECTING))
+    many = pg.plan([jobs.batch_of(mine)] if mine else [], spec, split=SPLIT, group=group).components["rl"].means
+    one = pg.plan([whole], spec, split=SPLIT, group="local").components["rl"].means
+    assert sorted(many) == sorted(one) == [0, 1] and len(set(one.values()) | {1.0}) == 3
+    return max(abs(many[i] / one[i] - 1) for i in one)
+
+
 def by_sample(plan: pg.Plan, name: str) -> dict[str, torch.Tensor]:
     """Weights of every row of a plan, by the row's name."""
     if plan.batch is None:
@@ -112,6 +144,11 @@ def ranks(rank: int, world: int) -> dict[str, Any]:
         found[path] += weights_differ(
             spec_of(path), jobs.share(rows, rank, world, empty_rank=True), whole, dist.group.WORLD
         )
+    lean = jobs.share(rows, rank, world, empty_rank=True)
+    found["corrected"] = weights_differ(corrected(), mine, whole, dist.group.WORLD)
+    found["corrected"] += weights_differ(corrected(), lean, whole, dist.group.WORLD)
+    found["means"] = max(means_differ(part, whole, dist.group.WORLD) for part in (mine, lean))
+    found["left"] = pg.plan([whole], corrected(), split=SPLIT, group="local").counts
     where = [i for i, row in enumerate(rows) if row in mine]
     found["weighted"] = weighted_totals(mine, whole, dist.group.WORLD, where)
     found["minibatches"] = compositions(rows, {1: "local", 2: two, 4: dist.group.WORLD}, rank)
@@ -131,6 +168,13 @@ found = world_fixture(ranks, 4)
 @pytest.mark.parametrize("path", PATHS)
 def test_weights_and_counts_are_those_of_one_process_bit_for_bit(path: str, found: Any) -> None:
     assert [by_rank[path] for by_rank in found] == [[]] * 4
+
+
+def test_rules_over_episodes_and_prompts_say_what_they_say_in_one_process_bit_for_bit(found: Any) -> None:
+    assert [by_rank["corrected"] for by_rank in found] == [[]] * 4
+    assert max(by_rank["means"] for by_rank in found) < 1e-15
+    for name, counts in found[0]["left"].items():  # the data can tell
+        assert 0 < counts["members"] < counts["base"], name
 
 
 def test_user_weights_in_the_denominator_agree_to_rounding(found: Any) -> None:

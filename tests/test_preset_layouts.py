@@ -79,7 +79,7 @@ def traits(spec: pg.LossSpec) -> set[str]:
 def shows(case: tuple[str, str]) -> set[Any]:
     """Every preset, every layout, and every trait of a spec with every axis of a layout."""
     name, layout = case
-    at = Job(world=4, layers=2, **LAYOUTS[layout])
+    at = Job(world=4, **LAYOUTS[layout])
     own = {f"spec {name}"} if name == CRITIC else traits(SPECS[name])
     triples = [("cp", "packed", trait) for trait in own if "ratio" in trait] if {"cp", "packed"} <= axes(at) else []
     return {f"spec {name}", layout, *product(sorted(axes(at)), sorted(own)), *triples}
@@ -95,7 +95,7 @@ def tour(rank: int, world: int) -> dict[str, list[Any]]:
     layouts.quiet()
     judge, truth, found = jobs.judge_of(SPECS), heads.Truth(), {}
     for name, fields in LAYOUTS.items():
-        job, chosen = Job(world=world, layers=2, **fields), [spec for spec, layout in CASES if layout == name]
+        job, chosen = Job(world=world, **fields), [spec for spec, layout in CASES if layout == name]
         found[name] = visit(job, judge, [spec for spec in chosen if spec != CRITIC])
         if CRITIC in chosen:
             found[name].append(heads.visit(job, CRITIC, truth))

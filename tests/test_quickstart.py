@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.slow
 def test_quickstart_learns_to_count() -> None:
     """From the printed lines: the plan's report, ratios that move, and greedy answers that become exact."""
     done = subprocess.run(

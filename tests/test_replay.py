@@ -25,8 +25,10 @@ LAYOUTS = {
     "pp2 vpp2 dp2": (4, "--pp 2 --vpp 2 --sequences 2"),
     "dp4": (4, "--tp 1 --sequences 1"),
 }
+LAYERS = 4 if EXHAUSTIVE else 2
+"""One for each virtual stage."""
 VISITED = list(LAYOUTS) if EXHAUSTIVE else ["one process", "tp2 pp2", "cp2 dp2"]
-COMMON = ["--layers", "4", "--hidden", "32", "--updates", "4", "--eval-every", "1000", "--plain", "--seed", "5"]
+COMMON = ["--layers", str(LAYERS), "--hidden", "32", "--updates", "4", "--eval-every", "1000", "--plain", "--seed", "5"]
 COMMON += ["--init-std", "0.1"]
 SPEC = pg.presets.grpo(kl=0.05, entropy=0.01)
 FLAGS = ["--preset", "grpo", "--kl", "0.05", "--entropy", "0.01"]
@@ -89,7 +91,7 @@ def test_every_layout_follows_the_oracle_for_20_steps_in_float64(
         runs[name] = _steps(_run(processes, [*flags, *layout.split()], tmp_path / name))
     reference = runs["one process"]
     assert all([s["samples"] for s in steps] == [s["samples"] for s in reference] for steps in runs.values())
-    recipe = Recipe(seed=5, init_std=0.1, optimizer="adam", lr=3e-3)
+    recipe = Recipe(seed=5, layers=LAYERS, init_std=0.1, optimizer="adam", lr=3e-3)
     truth = run_world(_oracle, 1, record, reference, SPEC, recipe)[0]
 
     clipped = [sum(s[f"rl/clip_{side}"] for side in ("low", "high", "dual")) for s in reference if s["update"]]
@@ -131,7 +133,7 @@ def test_megatrons_distributed_optimizer_with_clipping_follows_the_oracle_in_flo
     layouts = {"tp2 dp2": "--tp 2 --sequences 3"} | ({"cp2 dp2": "--cp 2 --sequences 3"} if EXHAUSTIVE else {})
     runs = {name: _steps(_run(4, [*flags, *layout.split()], tmp_path / name)) for name, layout in layouts.items()}
     steps = runs["tp2 dp2"]
-    recipe = Recipe(seed=5, init_std=0.1, optimizer="adam", lr=1e-3, clip=0.5, eps=1e-3)
+    recipe = Recipe(seed=5, layers=LAYERS, init_std=0.1, optimizer="adam", lr=1e-3, clip=0.5, eps=1e-3)
     truth = run_world(_oracle, 1, record, steps, spec, recipe)[0]
     clipped = sum(norm > 0.5 for _, norm in truth)
     table.append(f"replay, float32, distributed optimizer: {clipped} of {len(truth)} gradients clipped by norm")

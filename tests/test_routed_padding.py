@@ -24,7 +24,7 @@ Z = AUX | dict(moe_z_coeff=0.01)
 BIAS = AUX | dict(moe_aux_coeff=0.0) | dict(
     extra=dict(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid", moe_router_dtype="fp64")
 )  # fmt: skip
-ONE = pg.Split(sequences=1)
+ONE, TWO = pg.Split(sequences=1), pg.Split(sequences=2)
 MASKED = {
     "dp2": Job(model=Z, split=ONE),
     "dp2, per-token": Job(model=Z, split=ONE, per_token=True),
@@ -33,8 +33,8 @@ MASKED = {
     "cp2": Job(cp=2, model=AUX, split=ONE),
 }
 REFUSED = {
-    "cp2, z-loss": (Job(cp=2, model=Z), "the z-loss averages over each tensor- and context-parallel rank"),
-    "cp2, per-token": (Job(cp=2, model=AUX, per_token=True), "counts masked tokens twice"),
+    "cp2, z-loss": (Job(cp=2, model=Z, split=TWO), "the z-loss averages over each tensor- and context-parallel rank"),
+    "cp2, per-token": (Job(cp=2, model=AUX, split=TWO, per_token=True), "counts masked tokens twice"),
     "selection bias": (Job(model=BIAS), "padding_mask does not help the selection bias of experts"),
     "capacity": (
         Job(model=AUX | dict(extra=dict(moe_expert_capacity_factor=1.0))),

@@ -5,7 +5,8 @@ One world of four processes; every layout scores whole rows on every rank, held 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -54,12 +55,22 @@ def heat_of(row: Row) -> list[float]:
     return [heat if action or observation else 1.0 for heat, action, observation in said]
 
 
+@contextmanager
+def swapped(chunks: Any) -> Iterator[None]:
+    """The reference's weights in place of the policy's, as adapters that are switched off."""
+    from megatron_pgloss.verify.layouts.weights import deterministic_weights
+
+    deterministic_weights(chunks, seed=REFERENCE)
+    yield
+    deterministic_weights(chunks, seed=POLICY)
+
+
 def visit(job: Job, rows: list[Row], scores: dict[str, list[torch.Tensor]]) -> dict[str, Any]:
     from megatron_pgloss import megatron as pgm
     from megatron_pgloss.verify.layouts.weights import deterministic_weights
 
     chunks, where = jobs.build(job)
-    spec = pg.presets.grpo(kl=0.1, normalizer="mean(token)")
+    spec = pg.presets.grpo(kl=0.1, normalizer="mean(token)").add(pg.KL(name="taught", to="teacher", coef=0.1))
     step = pgm.PolicyLossStep(spec, chunks, split=job.split)
     mine = [i for i, row in enumerate(rows) if row in jobs.share(rows, where.dp_rank, where.dp, job.empty_rank)]
     # Two batches, to be scored as two and told apart again.
@@ -78,6 +89,8 @@ def visit(job: Job, rows: list[Row], scores: dict[str, list[torch.Tensor]]) -> d
     deterministic_weights(chunks, seed=REFERENCE)
     ready = step.score(old, chunks if len(chunks) > 1 else chunks[0], into="ref")
     deterministic_weights(chunks, seed=POLICY)
+    # A second reference by its name, whose weights are there for the pass alone.
+    ready = step.score(ready, into="teacher", under=swapped(chunks))
 
     parts = [(batch, half) for batch, half in zip(ready, [half for half in halves if half], strict=True)]
     for stream in ("old", "ref"):
@@ -85,6 +98,7 @@ def visit(job: Job, rows: list[Row], scores: dict[str, list[torch.Tensor]]) -> d
             (judged(b, stream, [rows[i] for i in half], [scores[stream][i] for i in half]) for b, half in parts),
             default=0.0,
         )
+    found["teacher"] = all(torch.equal(b.streams["teacher"], b.streams["ref"]) for b in ready)
     found["graph"] = any(batch.streams[name].requires_grad for batch in ready for name in ("old", "ref"))
     found["bytes"] = [batch.streams[name].numpy().tobytes() for batch in ready for name in ("old", "ref")]
     found["replica"] = where.dp_rank
@@ -131,17 +145,19 @@ def tour(rank: int, world: int) -> dict[str, Any]:
 
     layouts.quiet()
     rows = jobs.rows_of_step(0, temperature=True)
-    chunks, model_fn = jobs.oracle_model()
-    scores = {}
-    for stream, seed in (("old", POLICY), ("ref", REFERENCE)):
-        deterministic_weights(chunks, seed=seed)
-        with torch.no_grad():
-            scores[stream] = [
-                oracle_logprobs(model_fn(torch.tensor(row["tokens"])[None])[0], row["tokens"], heat_of(row))[0]
-                for row in rows
-            ]
-    layouts.leave(chunks)
-    found = {name: visit(job, rows, scores) for name, job in JOBS.items()}
+    scores: dict[int, dict[str, list[torch.Tensor]]] = {}
+    for layers in {job.depth for job in JOBS.values()}:
+        chunks, model_fn = jobs.oracle_model(layers=layers)
+        scores[layers] = {}
+        for stream, seed in (("old", POLICY), ("ref", REFERENCE)):
+            deterministic_weights(chunks, seed=seed)
+            with torch.no_grad():
+                scores[layers][stream] = [
+                    oracle_logprobs(model_fn(torch.tensor(row["tokens"])[None])[0], row["tokens"], heat_of(row))[0]
+                    for row in rows
+                ]
+        layouts.leave(chunks)
+    found = {name: visit(job, rows, scores[job.depth]) for name, job in JOBS.items()}
     return found | {f"broadcast {name}": shared(job, rows) for name, job in AXES.items()}
 
 
@@ -168,6 +184,12 @@ def test_scores_of_whole_rows_are_the_oracles_on_every_rank(name: str, found: An
     for by_rank in found:
         by_replica.setdefault(by_rank[name]["replica"], set()).add(repr(by_rank[name]["bytes"]))
     assert all(len(kinds) == 1 for kinds in by_replica.values())
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_named_reference_is_scored_inside_a_context_that_ends_with_the_pass(name: str, found: Any) -> None:
+    """Bit for bit what ``ref`` got by loading the same weights; then the policy's are back, with a ratio of 1."""
+    assert all(by_rank[name]["teacher"] for by_rank in found)
 
 
 @pytest.mark.parametrize("name", JOBS)

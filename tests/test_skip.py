@@ -18,7 +18,7 @@ from support.faulty import outcome
 from support.jobs import Job
 from support.worlds import world_fixture
 
-TINY = dict(layers=2, hidden=16, ffn=16)
+TINY = dict(hidden=16, ffn=16)
 BIASED = TINY | dict(
     experts=4, topk=2,
     extra=dict(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid", moe_router_dtype="fp64"),

@@ -38,20 +38,38 @@ NORM = "mean(sequence) > mean(token)"
 
 
 def decided(old: str = "given") -> pg.LossSpec:
-    """Every kind of decision: a quantile, a second moment, a draw, the top; kept denominators and a mean weight."""
+    """Every kind of decision: a quantile, a second moment, a draw, the top; kept denominators and a mean weight; and
+    statistics of the policy over episodes and prompts, differentiated and not, beside those of ``old``.
+    """
     rl = pg.PolicyGradient(normalizer="mean(prompt) > mean(token)", count_rejected=False)
+    episodes = pg.PolicyGradient(
+        name="episodes", surrogate=pg.Clip(low=0.02, high=0.02), ratio=pg.Ratio(level="episode"), coef=0.5,
+        normalizer="mean(episode) > mean(token)", count_rejected=False,
+    )  # fmt: skip
     return pg.LossSpec(
-        components=[rl, pg.KL(coef=0.1, normalizer=NORM, count_rejected=False), pg.Entropy(coef=0.01)],
+        components=[
+            rl,
+            pg.KL(coef=0.1, normalizer=NORM, count_rejected=False),
+            pg.Entropy(coef=0.01),
+            episodes,
+            pg.PolicyGradient(
+                name="prompts", surrogate=pg.Unclipped(), ratio=pg.Ratio(level="prompt", statistic="sum"), coef=0.1
+            ),
+        ],
         gates=[
-            pg.EntropyGate(share=0.8),
-            pg.SecondMomentGate(threshold=0.04, base="rollout"),
-            pg.CovarianceGate(select="band", low=-0.1, high=0.5, share=0.2),
+            pg.EntropyGate(share=0.8, on=("rl",)),
+            pg.SecondMomentGate(threshold=0.04, base="rollout", on=("rl",)),
+            pg.CovarianceGate(select="band", low=-0.1, high=0.5, share=0.2, on=("rl",)),
             pg.CovarianceGate(select="top", share=0.1, on=("kl",)),
+            pg.SequenceGate(threshold=0.0, unit="episode", on=("episodes", "prompts")),
         ],
         corrections=[
-            pg.TruncatedIS(of="policy", level="turn", high=1.5, normalize=True),
+            pg.TruncatedIS(of="policy", level="turn", high=1.5, normalize=True, on=("rl",)),
             pg.RatioMask(of="policy", low=0.5, high=1.4, on=("kl",)),
             pg.Reject(of="policy", estimator="k2", statistic="max", unit="turn", high=0.2, on=("kl",)),
+            pg.TruncatedIS(of="policy", level="episode", high=1.5, normalize=True, on=("episodes",)),
+            pg.TruncatedIS(level="episode_geometric", high=1.05, on=("episodes", "prompts")),
+            pg.Veto(unit="episode", high=2.5, low=0.4, on=("prompts",)),
         ],
         old=old,
     )
@@ -110,7 +128,7 @@ def axes() -> dict[str, tuple[int, ...]]:
     return {axis: ranks for axis, ranks in found.items() if len(ranks) > 1} | {"world": (0, 1, 2, 3)}
 
 
-def visit(job: Job, rows: list[Any]) -> dict[str, Any]:
+def visit(job: Job, rows: list[Any], truth: dict[str, Any]) -> dict[str, Any]:
     from megatron_pgloss import megatron as pgm
     from megatron_pgloss.verify.layouts.reshard import full_gradients
     from megatron_pgloss.verify.layouts.weights import deterministic_weights
@@ -126,6 +144,7 @@ def visit(job: Job, rows: list[Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"calls": calls}
     found |= {"table": named(made), "constants": constants(made), "counts": made.counts}
     found["loss"] = step.finish(jobs.run_schedule(step, chunks))["loss"]
+    found["against the oracle"] = jobs.worst(full_gradients(chunks), truth)
 
     # Two updates at different weights: recorded at the first, or scored before it.
     losses: dict[str, list[float]] = {}
@@ -161,8 +180,11 @@ def tour(rank: int, world: int) -> dict[str, Any]:
     chunks, model_fn = jobs.oracle_model()
     rows = jobs.rows_of_step(0, model_fn)
     found: dict[str, Any] = {"reference": reference(rows, model_fn)}
+    unweighted = [row | {"weights": {}} for row in rows]
+    loss, truth, _ = jobs.oracle_answer(chunks, model_fn, unweighted, decided())
+    assert abs(found["reference"]["loss"] - loss) < 1e-12
     layouts.leave(chunks)
-    return found | {name: visit(job, rows) for name, job in JOBS.items()}
+    return found | {name: visit(job, rows, truth) for name, job in JOBS.items()}
 
 
 found = world_fixture(tour, 4)
@@ -186,6 +208,7 @@ def test_what_is_decided_over_a_step_does_not_depend_on_the_layout(name: str, fo
                 gap = (torch.tensor(values) - torch.tensor(truth["table"][key])).abs().max()
                 assert float(gap) < 1e-15, key
         assert abs(seen["loss"] - truth["loss"]) < 1e-12
+        assert seen["against the oracle"][0] < 1e-10, seen["against the oracle"]
     # Bit for bit the same numbers on every rank, and all rows were looked at.
     assert len({repr(by_rank[name]["constants"]) for by_rank in found}) == 1
     rows = {key for by_rank in found for key in by_rank[name]["table"]}
@@ -218,12 +241,14 @@ def test_a_recorded_update_is_as_if_old_had_been_scored_before_it(name: str, fou
 @pytest.mark.parametrize("name", ["tp2 pp2", "cp2 dp2"])
 def test_the_pass_adds_few_and_small_collectives(name: str, found: Any) -> None:
     """Plan and revision: a gather over the world and one of prompts each. Gates: per quantile a count and 8 digits, per
-    cut 8, per draw two means, two counts and 8, of the top two means, a count and 8; and one mean weight.
+    cut 8, per draw two means, two counts and 8, of the top two means, a count and 8; and one mean weight. Episodes and
+    prompts: one gather and a row once more for the plan's corrections; in the pass one gather, one of the rows that
+    stand for their episodes in a mean weight and that mean, and one of slopes.
     """
     for calls in (by_rank[name]["calls"] for by_rank in found):
-        want = {"world": 2}
+        want = {"world": 3}
         if name == "cp2 dp2":
-            want |= {"dp": 2 + (1 + 8) + 8 + (2 + 2 + 8) + (2 + 1 + 8) + 1, "cp": 1}
+            want |= {"dp": 2 + (1 + 8) + 8 + (2 + 2 + 8) + (2 + 1 + 8) + 1 + 1 + (1 + 2 + 1), "cp": 1}
         else:
             # Log-probs: one gather a micro-batch; whole rows: one message to the other stages.
             want |= {"pp": 1} | ({"tp": calls["number"]} if calls["last"] else {})

@@ -23,7 +23,7 @@ from support.worlds import world_fixture
 
 LONGEST = 13
 """Of the step's rows, in tokens: odd, so that rounding shows."""
-TINY = dict(layers=2, hidden=16, ffn=16)
+TINY = dict(hidden=16, ffn=16)
 EXPERTS = TINY | dict(experts=4, topk=2)
 AUX = EXPERTS | dict(moe_aux_coeff=0.1)
 WIDTHS = {
@@ -33,7 +33,7 @@ WIDTHS = {
     "cp2": (Job(cp=2, model=TINY), 16),  # of 2 cp: two chunks a rank
 }
 """Layouts, and what the width of a row is rounded up to."""
-COUNTS = {"pp2": (Job(pp=2, model=TINY), 3), "pp2 vpp2": (Job(pp=2, vpp=2, model=TINY | dict(layers=4)), 4)}
+COUNTS = {"pp2": (Job(pp=2, model=TINY), 3), "pp2 vpp2": (Job(pp=2, vpp=2, model=TINY), 4)}
 """Layouts, and what three micro-batches become: an interleaved schedule of two stages wants an even number."""
 SHAPES = {
     "fixed": (Job(model=TINY), True),

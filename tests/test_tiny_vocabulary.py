@@ -17,7 +17,7 @@ from support.faulty import outcome
 from support.jobs import Job
 from support.worlds import world_fixture
 
-TINY = dict(layers=2, hidden=16, ffn=16)
+TINY = dict(hidden=16, ffn=16)
 SPEC = pg.LossSpec(components=[pg.PolicyGradient(), pg.Entropy(coef=0.1)])
 HEADS = ("given", "keep", "recompute")
 

@@ -16,7 +16,7 @@ THD = pg.Split(max_tokens=80)
 ON: dict[str, list[dict[str, Any]]] = {
     "critic": [
         dict(tp=2, sp=True, per_token=True),
-        dict(pp=2, vpp=2, layers=4, distributed_optimizer=True, empty_rank=True),
+        dict(pp=2, vpp=2, distributed_optimizer=True, empty_rank=True),
         dict(tp=2, cp=2, sp=True),
     ],
     "both": [
@@ -29,7 +29,7 @@ ON: dict[str, list[dict[str, Any]]] = {
         dict(tp=2, sp=True, cp=2, temperature=True),
         dict(cp=2, split=THD, shuffle=1, per_token=True),
         dict(tp=2, pp=2),
-        dict(pp=2, vpp=2, layers=4, empty_rank=True),
+        dict(pp=2, vpp=2, empty_rank=True),
     ],
     "exact, handed over": [dict(cp=2, per_token=True)],
 }
@@ -40,7 +40,7 @@ def tour(rank: int, world: int) -> dict[tuple[str, int], Any]:
     layouts.quiet()
     truth, found = heads.Truth(), {}
     for name, place in CASES:
-        job = Job(world=world, **{"layers": 2, **ON[name][place]})
+        job = Job(world=world, **ON[name][place])
         found[name, place] = heads.visit(job, name.split(",")[0], truth, own_forward_step="handed" in name)
     return found | {("refused", 0): heads.refusals()}
 

@@ -27,7 +27,7 @@ from support import jobs, layouts
 from support.jobs import Job
 from support.worlds import FIXTURES, World
 
-TINY = dict(layers=2, hidden=16, ffn=16)
+TINY = dict(hidden=16, ffn=16)
 LIMIT = 8.0
 """Seconds: timeout of every group."""
 

@@ -27,7 +27,7 @@ def kl_penalty(
     *,
     estimator: Literal["k1", "k2", "k3"] = "k1",
     of: Literal["old", "rollout"] = "old",
-    to: Literal["ref", "old"] = "ref",
+    to: str = "ref",
     log_ratio_bound: float = 20.0,
 ) -> Tensor:
     """KL as a reward of each token, to be passed as ``token_rewards=``: ``-coef * k(d)`` with ``d = log of - log to``
@@ -38,7 +38,7 @@ def kl_penalty(
         coef: coefficient >= 0.
         estimator: k1 ``d``, k2 ``d^2/2``, k3 ``exp(-d) + d - 1``.
         of: the stream of log-probs whose distance is penalised.
-        to: the stream that the distance is to.
+        to: the stream that the distance is to: ``ref``, ``old``, or another reference by its name.
         log_ratio_bound: d is clipped to plus or minus this.
 
     Returns:

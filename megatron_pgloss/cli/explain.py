@@ -158,7 +158,7 @@ def remarks(spec: LossSpec) -> list[str]:
     for part in spec.components:
         axis = part.axis if isinstance(part, PolicyGradient) else None
         level = getattr(axis, "level", "token")
-        if level != "token" and not any(unit in part.path.units for unit in ("sequence", "turn")):
+        if level != "token" and not any(unit in part.path.units for unit in ("sequence", "turn", level)):
             notes.append(
                 f"{part.name}: one ratio per {level} under {part.normalizer}: legal, but each {level} counts by its "
                 f"length; 'mean(sequence) > mean(token)' weighs all alike"

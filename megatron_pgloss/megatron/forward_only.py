@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -10,30 +11,59 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_pgloss.errors import Caught, DataError
 from megatron_pgloss.megatron import outputs
 from megatron_pgloss.megatron.call import Boundaries
-from megatron_pgloss.megatron.runtime import Runtime
+from megatron_pgloss.megatron.runtime import Runtime, as_chunks
 from megatron_pgloss.planning import MicroBatch, Plan, agreement
-from megatron_pgloss.rollouts import TokenBatch
+from megatron_pgloss.rollouts import TokenBatch, broken
 from megatron_pgloss.scoring import decided, gather_tokens, into_batches
+from megatron_pgloss.spec import LossSpec
+from megatron_pgloss.spec.words import nearest
 
 SCORED = ("old", "ref", "rollout", "values")
-"""Streams that a scoring pass sets."""
+"""Streams that a scoring pass sets, beside those of the references that the spec names."""
 
 
 def score(
-    runtime: Runtime, made: Plan, batches: Sequence[TokenBatch], chunks: list[Any], into: str
+    runtime: Runtime,
+    batches: Sequence[TokenBatch],
+    model: Any,
+    into: str,
+    under: AbstractContextManager[Any] | None,
 ) -> list[TokenBatch]:
-    """The batches with stream ``into`` by the weights of ``chunks``: log-probs of every target, or values. The result
-    is there on every rank.
+    """Log-probs of every target or values by ``model`` (None: the step's own) into stream ``into`` of the batches, on
+    every rank. A collective.
+
+    Args:
+        under: a context that is entered for the pass.
+
+    Raises:
+        DataError: nobody reads ``into``; or what entering the context raised on any rank, on every rank.
     """
-    if into == "values":
+    with ExitStack() as stack:
+        with Caught() as here:
+            _check_into(into, runtime.spec)
+            if under is not None:
+                stack.enter_context(under)
+        if here.error is not None:
+            batches = [broken(here.error)]  # raised by the plan, on every rank
+        made = runtime.make_plan(batches, None, agreed=into)
+        chunks = runtime.chunks if model is None else as_chunks(model)
+        if into == "values":
 
-        def values(micro: MicroBatch, output: Any) -> list[Tensor]:
-            return [outputs.values(micro, output, beside=False)]
+            def values(micro: MicroBatch, output: Any) -> list[Tensor]:
+                return [outputs.values(micro, output, beside=False)]
 
-        return into_batches(batches, whole_pass(runtime, made, chunks, values, outputs.for_values)[0], into)
-    return into_batches(batches, whole_pass(runtime, made, chunks, _logprobs(runtime, entropy=False))[0], into)
+            return into_batches(batches, whole_pass(runtime, made, chunks, values, outputs.for_values)[0], into)
+        return into_batches(batches, whole_pass(runtime, made, chunks, _logprobs(runtime, entropy=False))[0], into)
+
+
+def _check_into(into: str, spec: LossSpec) -> None:
+    known = (*SCORED, *(name for name in spec.references if name not in SCORED))
+    if into not in known:
+        fix = nearest(str(into), known) or f"a component that reads it, as KL(to={into!r})"
+        raise DataError(f"score(into={into!r})", expected=" | ".join(known), fix=fix)
 
 
 def statistics_pass(runtime: Runtime, made: Plan) -> Plan:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,7 @@ from megatron_pgloss.megatron.call import Boundaries, Forward, Shard
 from megatron_pgloss.megatron.head import HeadMode
 from megatron_pgloss.megatron.micro_loss import micro_loss
 from megatron_pgloss.megatron.reference import Reference
-from megatron_pgloss.megatron.runtime import Runtime, as_chunks
+from megatron_pgloss.megatron.runtime import Runtime
 from megatron_pgloss.megatron.state import ModuleState
 from megatron_pgloss.megatron.watch import Watch, watched
 from megatron_pgloss.planning import MicroBatch, Plan, Split
@@ -239,23 +240,21 @@ class PolicyLossStep(Runtime):
 
     @watched("score", then="idle")
     def score(
-        self, batches: Sequence[TokenBatch], model: Any = None, *, into: Literal["old", "ref", "rollout", "values"]
-    ) -> list[TokenBatch]:
+        self, batches: Sequence[TokenBatch], model: Any = None, *, into: str,
+        under: AbstractContextManager[Any] | None = None,
+    ) -> list[TokenBatch]:  # fmt: skip
         """Score the rollouts forward-only, by the same schedule, split and head, in eval mode. A collective.
 
         Args:
             batches: this data-parallel rank's share, as for `begin`.
             model: the chunks to run, with the weights to score by; None: those of the step.
-            into: ``old`` with the current weights, ``ref`` with the reference's loaded; ``values`` by a value head.
+            into: ``old`` with the current weights, ``ref`` or a reference that the spec names (``KL(to=NAME)``) with
+                that one's; ``values`` by a value head.
+            under: a context that is entered for the pass, on every rank: one that switches adapters off, say.
 
         Returns: the batches with whole rows scored, on every rank.
         """
-        if into not in forward_only.SCORED:
-            error = DataError(f"score(into={into!r})", expected=" | ".join(forward_only.SCORED))
-            batches = [broken(error)]  # raised by the plan, on every rank
-        made = self.make_plan(batches, None, agreed=into)
-        chunks = self.chunks if model is None else as_chunks(model)
-        return forward_only.score(self, made, batches, chunks, into)
+        return forward_only.score(self, batches, model, into, under)
 
     @watched("finish", then="idle")
     def finish(self, losses: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:

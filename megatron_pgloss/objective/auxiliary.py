@@ -35,7 +35,7 @@ def kl(part: KL, x: Streams) -> TokenTerm:
     """
     if part.estimator == "exact":
         return TokenTerm(x.kl)
-    d_N = (x.logp - getattr(x, part.to)).detach()
+    d_N = (x.logp - x.policy(part.to)).detach()
     value, slope, weighted = _ESTIMATES[part.estimator]
     value_N, held_N = value(x.bounded(d_N) if part.estimator == "k3" else d_N), torch.zeros_like(x.members)
     if part.estimator == "k3" and part.gradient != "k2":

@@ -30,9 +30,9 @@ from megatron_pgloss.planning.select import Job, draws
 from megatron_pgloss.rules import gates
 from megatron_pgloss.spec import (
     Component,
+    Correction,
     CovarianceGate,
     EntropyGate,
-    LossSpec,
     PolicyGradient,
     SecondMomentGate,
 )
@@ -49,15 +49,15 @@ def decide(plan: Plan, micro: MicroBatch, logp_T: Tensor, entropy_T: Tensor | No
     assert plan.spec is not None
     findings, job = {}, Job(plan.ranks)
     streams = [Streams(micro, part, plan.spec, logp_T, entropy_T) for part in plan.spec.components]
-    settle(streams, micro, plan.spec)
-    for x in streams:
+    told = settle(streams, micro, plan.spec, plan.job_rows)
+    for x, known in zip(streams, told, strict=True):
         part = x.component
         group: GroupTerm | None = None
         if isinstance(part, PolicyGradient) and part.needs_statistics_pass:
             group = group_terms(part, x, plan)
-        found = Decided(group=group)
+        found = Decided(group=group, told={key: each if each.dim() == 1 else each.T for key, each in known.items()})
         passes_T = _gates(part, x, plan, job, found)
-        passes_T = passes_T & _corrections(part, x, plan.spec, job, found)
+        passes_T = passes_T & _corrections(part, x, plan, job, found)
         rejecting: list[object] = [gate for gate in plan.spec.gates if gate.acts_on(part)]
         rejecting += [rule for rule in plan.spec.corrections_on(part, late=True) if rule.rejects]
         if not part.count_rejected and rejecting:
@@ -91,23 +91,37 @@ def _gates(part: Component, x: Streams, plan: Plan, job: Job, found: Decided) ->
     return passes_T
 
 
-def _corrections(part: Component, x: Streams, spec: LossSpec, job: Job, found: Decided) -> Tensor:
+def _corrections(part: Component, x: Streams, plan: Plan, job: Job, found: Decided) -> Tensor:
     """bool [T]: the tokens that the late corrections leave. The means of normalised weights go into ``found.means``.
 
     A mean is over the members that all corrections leave; gates, which shrink the numerator alone, do not matter to it.
     """
-    said = corrected(part, x, spec)
+    assert plan.spec is not None
+    said = corrected(part, x, plan.spec)
     passes_T = torch.ones_like(x.members)
     for _, _, verdict in said:
         passes_T = passes_T if verdict.passes is None else passes_T & verdict.passes
     trained_T = x.members & passes_T
     for i, rule, verdict in said:
         if rule.normalizes and verdict.weight is not None:
-            unit = rule.statistic_unit
-            counted_T = trained_T if unit is None else _one_each(x._units(unit), trained_T)
+            counted_T = _counted(rule, x, plan, trained_T)
             # The mean over no token is 0: nothing is trained then, and nothing is divided.
             found.means[i] = job.mean(verdict.weight, counted_T) or 1.0
     return passes_T
+
+
+def _counted(rule: Correction, x: Streams, plan: Plan, trained_T: Tensor) -> Tensor:
+    """bool [T]: the tokens whose weights make the mean: all that are trained, or one for each unit of the job."""
+    if rule.statistic_unit is None:
+        return trained_T
+    if not rule.straddles:
+        return _one_each(x._units(rule.statistic_unit), trained_T)
+    rows, row_T = plan.job_rows, x._units("sequence").unit_N
+    one_T = _one_each(x._units("sequence"), trained_T)
+    alive_S1 = torch.zeros(len(rows.there_S), 1, dtype=torch.bool)
+    alive_S1[row_T[one_T]] = True
+    first_S1 = rows.firsts(alive_S1, [rule.statistic_unit])
+    return one_T & first_S1[row_T, 0]
 
 
 def _one_each(unit: UnitSums, mask_T: Tensor) -> Tensor:

@@ -91,6 +91,11 @@ def evidence(rule: Correction, x: Streams) -> Evidence:
     return x.evidence[rule.ratio_of]
 
 
+def asked(rule: Correction, x: Streams) -> Asked | None:
+    """The statistic over units that a correction inside the loss takes, or None."""
+    return corrections.asked(rule, evidence(rule, x))
+
+
 def _log_ratio(rule: Correction, x: Streams) -> Tensor:
     return _known(evidence(rule, x).log_N)
 

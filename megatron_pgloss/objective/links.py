@@ -9,32 +9,53 @@ backward pass has one collective for each link as well.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+
+from torch import Tensor
 
 from megatron_pgloss.maths import Asked, taken
 from megatron_pgloss.objective import late, ratios, surrogates
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.planning import MicroBatch
-from megatron_pgloss.rules import corrections, gates
+from megatron_pgloss.planning.job_rows import JobRows
+from megatron_pgloss.rules import gates
 from megatron_pgloss.spec import Component, LossSpec, PolicyGradient
 from megatron_pgloss.spec.functions import Function, Statistic
 from megatron_pgloss.spec.kinds import Kind
 
 _OF_RATIO = ("log_ratio", "ratio")
-Question = tuple[Hashable, Asked]
+Question = tuple[Hashable, Asked, str | None]
+"""Under which key, what is asked, and the unit where that is a prompt or an episode."""
 
 
-def settle(streams: Sequence[Streams], micro: MicroBatch, spec: LossSpec) -> None:
-    """Give every component the statistics that it asks for, and its ratio."""
+def settle(
+    streams: Sequence[Streams], micro: MicroBatch, spec: LossSpec, rows: JobRows | None = None, *, leaves: bool = False
+) -> list[dict[Hashable, Tensor]]:
+    """Give every component the statistics that it asks for, and its ratio. Those over prompts and episodes were told by
+    a statistics pass, or are taken here: in the pass itself.
+
+    Args:
+        rows: in the pass, this rank's rows, which ``micro`` holds, among those of the job.
+        leaves: make every ratio over a unit a leaf of a new graph, to take derivatives by it.
+
+    Returns:
+        Of every component the statistics over prompts and episodes that were taken here, by key: [N] or [2, N].
+    """
     for x in streams:
         if not _joined(x.component):
             _set_ratio(x)
-    _answer([(x, list(_first(x, micro, spec))) for x in streams], micro)
+    asked = [(x, list(_first(x, micro, spec))) for x in streams]
+    told = [dict[Hashable, Tensor]() for _ in streams] if rows is None else _take(asked, rows)
+    _answer([(x, [one for one in some if one[2] is None]) for x, some in asked], micro)
     for x in streams:
         if _joined(x.component):
             _set_ratio(x)
+            if leaves and x.axis is not None:
+                x.log_ratio = x.axis.detach().requires_grad_()
     if any(link == 2 for x in streams for _, _, link in declared(x.component, spec)):
         _answer([(x, list(_second(x, spec))) for x in streams], micro)
+    return told
 
 
 def declared(part: Component, spec: LossSpec) -> Iterator[tuple[Hashable, Statistic, int]]:
@@ -71,26 +92,31 @@ def _functions(part: Component, spec: LossSpec) -> Iterator[tuple[Hashable, Func
 
 def _first(x: Streams, micro: MicroBatch, spec: LossSpec) -> Iterator[Question]:
     part = x.component
-    found: list[tuple[Hashable, Asked | None]] = []
+    found: list[tuple[Hashable, Kind | None, Callable[[], Asked | None]]] = []
     if isinstance(part, PolicyGradient):
-        found.append((ratios.KEY, ratios.asked(part.axis, x)))
-        found.append((surrogates.KEY, surrogates.asked(part.surrogate, x)))
+        found.append((ratios.KEY, part.axis, partial(ratios.asked, part.axis, x)))
+        found.append((surrogates.KEY, part.surrogate, partial(surrogates.asked, part.surrogate, x)))
     for i, gate in enumerate(spec.gates):
         if gate.acts_on(part) and micro.gate(part.name, i) is None:
-            found.append((late.gate_key(i), gates.asked(gate, x)))
+            found.append((late.gate_key(i), gate, partial(gates.asked, gate, x)))
     for i, rule in late.rules(part, spec):
-        found.append((late.correction_key(i), corrections.asked(rule, late.evidence(rule, x))))
-    found.append((late.CHI2, late.asked_chi2(part, x, spec)))
+        found.append((late.correction_key(i), rule, partial(late.asked, rule, x)))
+    found.append((late.CHI2, None, partial(late.asked_chi2, part, x, spec)))
     for key, statistic, link in declared(part, spec):
         if link == 1:
-            found.append((key, _declared(statistic, x)))
-    return ((key, one) for key, one in found if one is not None)
+            found.append((key, None, partial(_declared, statistic, x)))
+    for key, piece, ask in found:
+        known = micro.told(part.name, key)
+        if known is not None:
+            x.answers[key] = known
+        elif (one := ask()) is not None:
+            yield key, one, piece.statistic_unit if piece is not None and piece.straddles else None
 
 
 def _second(x: Streams, spec: LossSpec) -> Iterator[Question]:
     for key, statistic, link in declared(x.component, spec):
         if link == 2:
-            yield key, _declared(statistic, x)
+            yield key, _declared(statistic, x), None
 
 
 def _declared(statistic: Statistic, x: Streams) -> Asked:
@@ -101,7 +127,20 @@ def _declared(statistic: Statistic, x: Streams) -> Asked:
 
 
 def _answer(questions: Sequence[tuple[Streams, list[Question]]], micro: MicroBatch) -> None:
-    answers = iter(taken([one for _, some in questions for _, one in some], micro.group))
+    answers = iter(taken([one for _, some in questions for _, one, _ in some], micro.group))
     for x, some in questions:
-        for key, _ in some:
+        for key, _, _ in some:
             x.answers[key] = next(answers)
+
+
+def _take(questions: Sequence[tuple[Streams, list[Question]]], rows: JobRows) -> list[dict[Hashable, Tensor]]:
+    """Take the statistics over prompts and episodes, in one gather for all of them."""
+    every = [(one, unit) for _, some in questions for _, one, unit in some if unit is not None]
+    answers = rows.answers([one for one, _ in every], [unit for _, unit in every])
+    # A rank without rows has the empty tensors of that form.
+    left = iter(answers or [one.finish(one.part) for one, _ in every])
+    told = []
+    for x, some in questions:
+        told.append({key: next(left) for key, _, unit in some if unit is not None})
+        x.answers |= told[-1]
+    return told

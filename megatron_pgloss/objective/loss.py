@@ -20,7 +20,7 @@ from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.objective.surrogates import SURROGATES
 from megatron_pgloss.objective.token_term import TokenTerm
 from megatron_pgloss.planning import MicroBatch
-from megatron_pgloss.spec import Component, PolicyGradient
+from megatron_pgloss.spec import Component, LossSpec, PolicyGradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,23 +103,38 @@ def _composed(inputs: dict[str, Tensor], micro: MicroBatch, keep_tokens: bool) -
     metrics: dict[str, Metric] = {}
     tokens: dict[str, TokenReport] = {}
     extra = {name: stream for name, stream in inputs.items() if name not in ("logp", "entropy")}
+    for part in spec.components:
+        check_decided(part, micro)
     streams = [Streams(micro, part, spec, logp_N, inputs.get("entropy"), **extra) for part in spec.components]
     settle(streams, micro, spec)
     known = StepFacts(spec, frozenset(micro.table), "entropy" in inputs)
     for x in streams:
         part = x.component
-        check_decided(part, micro)
-        if isinstance(part, PolicyGradient):
-            made = SURROGATES[part.surrogate.kind](x, part.surrogate)
-        else:
-            made = TERMS[part.kind](part, x)
-        acting = late(part, x, micro, spec)
-        term_N, worth, bad_N = _weighted(acting.act(made.term_N), x, micro.weight(part.name).reshape(-1))
+        made, acting, (term_N, worth, bad_N) = component_loss(x, micro, spec)
+        slope = micro.slope(part.name)
+        if slope is not None:
+            # What this token's log-prob moves through the ratio of its episode, whose terms lie anywhere: 0 in value.
+            worth = worth + (slope.reshape(-1) * (x.logp - x.logp.detach())).sum(dtype=torch.float64)
         total = total + micro.shared.coef[part.name] * worth
         metrics |= measure(part, Measured(x, worth, bad_N, made, acting, micro), known)
         if keep_tokens:
             tokens[part.name] = _report(part, x, term_N, made, acting, micro)
     return LossOutput(loss=total.to(leaf_N.dtype), metrics=metrics, tokens=tokens)
+
+
+def component_loss(
+    x: Streams, micro: MicroBatch, spec: LossSpec
+) -> tuple[TokenTerm, Late, tuple[Tensor, Tensor, Tensor]]:
+    """One component's term, what acts on it inside the loss, and of both the term as it enters the sum [N], that sum
+    under the plan's weights (0-d float64, without the coefficient), and bool [N]: where it was broken.
+    """
+    part = x.component
+    if isinstance(part, PolicyGradient):
+        made = SURROGATES[part.surrogate.kind](x, part.surrogate)
+    else:
+        made = TERMS[part.kind](part, x)
+    acting = late(part, x, micro, spec)
+    return made, acting, _weighted(acting.act(made.term_N), x, micro.weight(part.name).reshape(-1))
 
 
 def weighted_sum(values: Tensor, micro: MicroBatch, component: str) -> Tensor:

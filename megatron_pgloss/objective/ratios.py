@@ -39,7 +39,7 @@ def log_ratio(axis: AnyRatio | None, x: Streams) -> Tensor:
     assert isinstance(axis, Ratio)
     if axis.statistic_unit is None:
         return x.token_log_ratio  # a statistic of one token: both gradients are the same
-    s_N = x.answer(KEY)
+    s_N = x.answer(KEY).to(x.logp.dtype)
     if axis.statistic == "prefix_min":
         s_N = x.token_log_ratio + s_N
     # Held fixed, the statistic is a constant factor; the token keeps its own gradient.

@@ -146,6 +146,10 @@ class Streams(UnitStatistics):
         """The sampler's log-prob, constant."""
         return self._constant("rollout")
 
+    def policy(self, name: str) -> Tensor:
+        """The log-prob of another policy, constant: ``old`` (by the spec's), or that of the stream of this name."""
+        return self.old if name == "old" else self._constant(name)
+
     @property
     def ref(self) -> Tensor:
         """The reference's log-prob, constant."""
@@ -216,6 +220,11 @@ class Streams(UnitStatistics):
     @log_ratio.setter
     def log_ratio(self, value_N: Tensor | None) -> None:
         self._axis = value_N
+
+    @property
+    def axis(self) -> Tensor | None:
+        """``log_ratio`` as it was set; None where nothing was."""
+        return self._axis
 
     def bounded(self, log_N: Tensor) -> Tensor:
         """A logarithm held within the spec's ``log_ratio_bound``, for exp: constant beyond it."""

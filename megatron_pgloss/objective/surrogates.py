@@ -19,7 +19,7 @@ from megatron_pgloss.maths import Asked, flags, selected, sloped
 from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.objective.token_term import Clipped, TokenTerm
 from megatron_pgloss.objective.users import checked
-from megatron_pgloss.spec import CISPO, DRO, FIPO, GMPO, REAL, SAPO, TOPR, VESPO, Clip, Surrogate
+from megatron_pgloss.spec import CISPO, DRO, FIPO, GMPO, REAL, SAPO, TOPR, VESPO, Clip, Distill, Surrogate
 from megatron_pgloss.spec.surrogates import AnySurrogate
 
 KEY = "surrogate"
@@ -181,9 +181,9 @@ def real(x: Streams, part: REAL) -> TokenTerm:
     return TokenTerm(term_N, held_N=_held(x, x.log_ratio))
 
 
-def distill(x: Streams, part: Any) -> TokenTerm:
+def distill(x: Streams, part: Distill) -> TokenTerm:
     """``-sg(log ref - log pi) r``."""
-    above_N = x.ref - x.logp.detach()
+    above_N = x.policy(part.to) - x.logp.detach()
     return TokenTerm(-above_N * x.ratio, held_N=x.beyond(x.log_ratio) & (above_N != 0))
 
 

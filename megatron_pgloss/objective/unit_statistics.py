@@ -13,6 +13,7 @@ from megatron_pgloss.maths import Asked, UnitSums, running
 from megatron_pgloss.maths.segments import How
 from megatron_pgloss.planning import MicroBatch
 from megatron_pgloss.spec.functions import Function
+from megatron_pgloss.spec.levels import KEYED
 
 Over = Literal["sampled", "members"]
 
@@ -42,7 +43,8 @@ class UnitStatistics:
             raise SpecError(
                 f"statistics over {unit!r} are not known inside a micro-batch",
                 expected="'sequence' or 'turn'",
-                fix="prompts and episodes straddle micro-batches: put what depends on them into advantages or weights",
+                fix="prompts and episodes straddle micro-batches: take a Ratio, gate or correction over them, or put "
+                "what depends on them into advantages or weights",
             )
         ids_N = {"sequence": micro.seq_N, "turn": micro.turn_N}[unit].to(self.logp.device, non_blocking=True)
         chunk_N = None if micro.chunk_N is None else micro.chunk_N.to(self.logp.device, non_blocking=True)
@@ -54,7 +56,11 @@ class UnitStatistics:
         return self._sampled & (self.members | value_N.detach().isfinite()) if over == "sampled" else self.members
 
     def ask(self, how: How, value_N: Tensor, unit: str = "sequence", over: Over = "sampled") -> Asked:
-        """A statistic over the unit's action tokens as sampled (or members), to be taken together with others."""
+        """A statistic over the unit's action tokens as sampled (or members), to be taken together with others. That of
+        a prompt or episode, which the statistics pass alone asks for, is the part of each row, in float64.
+        """
+        if unit in KEYED:
+            unit, value_N = "sequence", value_N.double()
         return self._units(unit).asked(how, value_N, self._voters(over, value_N))
 
     def ask_prefix_min(self, value_N: Tensor, unit: str, over: Over, *, inclusive: bool) -> Asked:

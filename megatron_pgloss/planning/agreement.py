@@ -48,6 +48,28 @@ class Ranks:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         return Ranks(world=group, data=group, world_rank=rank, world_size=size, data_rank=rank, data_size=size)
 
+    @staticmethod
+    def named(group: Any, caller: str) -> Ranks:
+        """Those of ``group``: a process group of data-parallel ranks, ``"local"``, or None in a world of one rank.
+
+        Raises:
+            LayoutError: None in a world of several ranks, or an unknown word.
+        """
+        if isinstance(group, str):
+            if group != "local":
+                raise LayoutError(f"group={group!r}", expected="a process group, 'local' or None")
+            return Ranks()
+        if group is not None:
+            return Ranks.of(group)
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise LayoutError(
+                f"{caller}(group=None) in a world of several ranks would normalise each rank by itself",
+                expected="group=the data-parallel process group",
+                got=f"world size {dist.get_world_size()}",
+                fix="pass the group, or group='local' if each rank really trains its own model",
+            )
+        return Ranks()
+
     def gather(self, rows: Tensor, group: Any, size: int) -> Tensor:
         """int64 [size, ...] of every rank's ``rows``, in rank order."""
         if group is None or size == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -49,6 +49,8 @@ class Decided:
     """Index of a normalised correction in the spec to the mean of its weights over the job."""
     thresholds: dict[int, dict[str, float]] = field(default_factory=dict)
     """Index of a gate in the spec to what it compares with, by name; the same numbers on every rank."""
+    told: dict[Hashable, Tensor] = field(default_factory=dict)
+    """Statistics over prompts and episodes by who asks (`megatron_pgloss.objective.links`), float64 [T] or [T, 2]."""
 
     @property
     def numbers(self) -> tuple[object, ...]:
@@ -74,12 +76,19 @@ class ComponentTable:
     """Index of a normalised correction in the spec to the mean of its weights, the same on every rank."""
     thresholds: dict[int, dict[str, float]] = field(default_factory=dict)
     """Index of a gate in the spec to the threshold that a statistics pass found, by name."""
+    told: dict[Hashable, Tensor] = field(default_factory=dict)
+    """Statistics over prompts and episodes, of the policy at the start of the step, by who asks: float64 [T] or
+    [T, 2]."""
+    slope_T: Tensor | None = None
+    """float [T]: the derivative, by the token's log-prob, of the component's whole loss of the job through its ratio
+    over a prompt or episode; None where there is no such ratio."""
 
     def with_finding(self, found: Decided) -> ComponentTable:
         """The table with the findings of a statistics pass added."""
         return replace(
             self, gates={**self.gates, **found.gates}, group=found.group or self.group,
             means={**self.means, **found.means}, thresholds={**self.thresholds, **found.thresholds},
+            told={**self.told, **found.told},
         )  # fmt: skip
 
 

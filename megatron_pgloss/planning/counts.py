@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from megatron_pgloss.planning import members, units
+from megatron_pgloss.planning import members, presence, units
 from megatron_pgloss.planning.members import ComponentSet, Members
 from megatron_pgloss.planning.preflight import CheckedRows, Request
 from megatron_pgloss.planning.units import Units, per_row, per_unit
-from megatron_pgloss.rollouts import Termination, TokenBatch
-from megatron_pgloss.rules.masks import ended
+from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.spec import LossSpec
 
 
@@ -36,7 +35,7 @@ def local_counts(tokens: ComponentSet, units: Units, present_S: Tensor) -> Local
     """Count the units of ``tokens`` on this rank.
 
     Args:
-        present_S: bool [S]: rows that ``units="all"`` counts: neither padding, nor excluded, nor ended by a fault.
+        present_S: bool [S]: rows that ``units="all"`` counts (`presence.present_rows`).
     """
     weighted = tokens.component.divide_by == "weights"
     # A token of weight 0 adds nothing to a sum of weights, so it does not make its unit count either.
@@ -100,7 +99,7 @@ def count(rows: CheckedRows | None, asked: Request) -> Local:
     if spec is None:
         return local
     found = members.find(batch, spec, asked.version, rows.uncorrected)
-    return _counted(replace(local, excluded=int(members.empty_rows(batch, spec).sum())), spec, found)
+    return counted(replace(local, excluded=int(presence.empty_rows(batch, spec).sum())), spec, found)
 
 
 def recount(local: Local, spec: LossSpec, rejected: Mapping[str, Tensor]) -> Local:
@@ -111,12 +110,13 @@ def recount(local: Local, spec: LossSpec, rejected: Mapping[str, Tensor]) -> Loc
     """
     if local.rows is None or local.members is None:
         return local
-    return _counted(local, spec, members.without(local.members, local.rows.batch, spec, rejected))
+    return counted(local, spec, members.without(local.members, local.rows.batch, spec, rejected))
 
 
-def _counted(local: Local, spec: LossSpec, found: Members) -> Local:
+def counted(local: Local, spec: LossSpec, found: Members) -> Local:
+    """``local`` with the counts of these members."""
     assert local.rows is not None and local.units is not None
     batch, of_rows = local.rows.batch, local.units
-    present_S = (batch.lengths_S > 0) & ~members.empty_rows(batch, spec) & ~ended(batch, Termination.FAULT)
+    present_S = presence.present_rows(batch, spec)
     counts = [local_counts(item, of_rows, present_S) for item in found.sets]
     return replace(local, members=found, counts=counts, live=[members.live(batch, item) for item in found.sets])

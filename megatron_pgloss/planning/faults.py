@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from megatron_pgloss.errors import DataError, PGLossError
 from megatron_pgloss.planning import kept_sets, values
-from megatron_pgloss.planning.members import ComponentSet, component_set, empty_rows
+from megatron_pgloss.planning.members import ComponentSet, component_set
+from megatron_pgloss.planning.presence import empty_rows
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.rollouts.streams import BY_NAME, OPTIONAL, argument_of
 from megatron_pgloss.spec import LossSpec
 from megatron_pgloss.spec.levels import KEYED
+from megatron_pgloss.spec.words import nearest
 
 
 def check(batch: TokenBatch, spec: LossSpec, *, vocab_size: int | None = None) -> list[ComponentSet]:
@@ -74,20 +77,47 @@ def _present(batch: TokenBatch, spec: LossSpec) -> None:
                 )  # fmt: skip
             argument = argument_of(stream)
             expected, fix = f"{argument.rstrip('=')}, read by {', '.join(readers)}", f"give {argument}"
+            if stream in spec.references and stream not in BY_NAME:
+                close = nearest(stream, [name for name in batch.streams if batch.streams[name].is_floating_point()])
+                fix = close or f"{fix}, or score them (step.score(batches, TEACHER, into={stream!r}))"
             if stream == "old":
                 fix += ", score them (step.score(..., into='old')), or set old='policy' in the spec"
             if stream == "ref":
                 fix += ", or score them with the reference's weights loaded (step.score(..., into='ref'))"
             raise DataError(f"{stream} is absent", expected=expected, fix=fix)
+        row = BY_NAME.get(stream)
+        if stream in spec.references and (row is None or row.dtype != "log-prob"):
+            _reference(batch.streams[stream], stream, own=row is None, readers=readers)
     for name, readers in spec.field_readers.items():
         if name != "versions" and getattr(batch, name) is None:  # `frozen.lags` looks at versions
             raise DataError(f"{name} are absent", expected=f"{name}=, read by {', '.join(readers)}")
+    check_units(batch, spec)
     for part in spec.components:
         for unit in part.path.units:
             if unit in KEYED and getattr(batch, f"{unit}_ids") is None:
                 raise DataError(
                     f"{unit}_ids are absent", expected=f"{unit}_ids=, named by {part.name}'s {part.normalizer!r}"
                 )
+
+
+def _reference(stream: Tensor, name: str, *, own: bool, readers: tuple[str, ...]) -> None:
+    if not own or stream.dim() > 1 or not stream.is_floating_point():
+        raise DataError(
+            f"stream {name!r} holds no log-probs, but {', '.join(readers)} compares the policy with it",
+            expected="one float a token: the log-prob of another policy", got=f"{stream.dtype} {list(stream.shape)}",
+            fix="to='ref', or streams={'teacher': ...} and to='teacher'",
+        )  # fmt: skip
+
+
+def check_units(batch: TokenBatch, spec: LossSpec) -> None:
+    """Refuse a batch without the ids of the prompts or episodes over which the spec takes a statistic.
+
+    Raises:
+        DataError: they are absent.
+    """
+    for unit, readers in spec.unit_readers.items():
+        if getattr(batch, f"{unit}_ids") is None:
+            raise DataError(f"{unit}_ids are absent", expected=f"{unit}_ids=, read by {', '.join(readers)}")
 
 
 def _first_tokens(batch: TokenBatch) -> None:

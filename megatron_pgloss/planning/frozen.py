@@ -1,17 +1,19 @@
 """Plan-time corrections: what each says, from frozen log-probs or versions, about every token of this rank. `T` tokens.
 
-A data-parallel rank holds whole sequences, so statistics over sequences and turns need no other rank.
+A data-parallel rank holds whole sequences, so statistics over sequences and turns need no other rank. Those over
+episodes and prompts do: they are `Open` until the numbers of all ranks are there.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError
-from megatron_pgloss.maths import UnitSums
+from megatron_pgloss.maths import Asked, UnitSums
 from megatron_pgloss.planning.units import turns_of
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.rules import Verdict, corrections
@@ -20,8 +22,53 @@ from megatron_pgloss.spec import LossSpec
 from megatron_pgloss.spec.corrections import Correction
 
 
-def verdicts(batch: TokenBatch, spec: LossSpec, version: int | None) -> list[Verdict | None]:
-    """One entry per correction of ``spec``; None for those that act inside the loss.
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A correction over prompts or episodes, and its statistic, of which this rank has the part of each of its rows."""
+
+    rule: Correction
+    evidence: Evidence
+    asked: Asked
+
+    @property
+    def unsaid(self) -> Verdict:
+        """What stands for its verdict until it is said: nothing is rejected, and nothing is weighed."""
+        every_T = torch.ones_like(self.evidence.voters_N)
+        one_T = every_T.double()
+        weighs = self.rule.weighs
+        return Verdict(
+            passes=every_T if self.rule.rejects else None, weight=one_T if weighs else None,
+            raw=one_T if weighs else None, truncated=~every_T if weighs else None,
+        )  # fmt: skip
+
+    def said(self, joined_2T: Tensor) -> Verdict:
+        """Its verdict, from the answer to what was `asked`."""
+        return corrections.judged(self.rule, self.evidence, joined_2T)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """What the plan-time corrections say."""
+
+    said: list[Verdict | None]
+    """One entry per correction of the spec; None for those that act inside the loss."""
+    open: dict[int, Open]
+    """Those of them over prompts and episodes, by their place in the spec."""
+
+    def completed(self, answers: list[Tensor]) -> list[Verdict | None]:
+        """``said`` with the verdicts of the open ones.
+
+        Args:
+            answers: to what each of them asks, in order; [2, T].
+        """
+        found = list(self.said)
+        for (i, one), joined_2T in zip(self.open.items(), answers, strict=True):
+            found[i] = one.said(joined_2T)
+        return found
+
+
+def verdicts(batch: TokenBatch, spec: LossSpec, version: int | None) -> Verdicts:
+    """What the plan-time corrections of ``spec`` say, from the rows of this rank.
 
     Args:
         version: the current version, for `Staleness`.
@@ -29,14 +76,21 @@ def verdicts(batch: TokenBatch, spec: LossSpec, version: int | None) -> list[Ver
     Raises:
         DataError: versions or the current version are absent, or a token was sampled by a later version.
     """
-    found: list[Verdict | None] = []
+    found = Verdicts([], {})
     units: dict[str, UnitSums] = {}
-    for rule in spec.corrections:
+    for i, rule in enumerate(spec.corrections):
         if spec.is_late(rule):
-            found.append(None)
+            found.said.append(None)
             continue
         units = units or unit_sums(batch)
-        found.append(corrections.apply(rule, _evidence(rule, batch, units, spec.log_ratio_bound, version)))
+        evidence = _evidence(rule, batch, units, spec.log_ratio_bound, version)
+        if not rule.straddles:
+            found.said.append(corrections.apply(rule, evidence))
+            continue
+        asked = corrections.asked(rule, evidence)
+        assert asked is not None
+        found.open[i] = Open(rule, evidence, asked)
+        found.said.append(found.open[i].unsaid)
     return found
 
 

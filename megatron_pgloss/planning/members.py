@@ -8,7 +8,7 @@ count set too, unless the component counts a set of its own; rejections shrink i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -18,7 +18,7 @@ from megatron_pgloss.errors import DataError
 from megatron_pgloss.maths import flags
 from megatron_pgloss.planning import frozen, kept_sets, weighing
 from megatron_pgloss.planning.component_table import Corrected
-from megatron_pgloss.planning.units import per_row
+from megatron_pgloss.planning.presence import base, empty_rows
 from megatron_pgloss.rollouts import Termination, TokenBatch
 from megatron_pgloss.rules import Verdict, masks
 from megatron_pgloss.rules.masks import tokens_ended
@@ -53,6 +53,9 @@ class ComponentSet:
     """How many tokens each of `reasons` takes out, in order; a token counts for the first rule that takes it."""
 
 
+Heads = dict[tuple[int, str], Tensor]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Members:
     """The tokens of every component on this rank."""
@@ -60,6 +63,12 @@ class Members:
     sets: list[ComponentSet]
     verdicts: list[Verdict | None]
     """What each correction of the spec says at plan time; None for those that act inside the loss."""
+    open: dict[int, frozen.Open]
+    """Corrections over prompts and episodes, by their place in the spec: until `joined`, ``verdicts`` has what stands
+    for theirs."""
+    heads: Heads = field(default_factory=dict)
+    """Normalised ones of them and component to bool [S]: the rows of this rank that stand for their units in the mean
+    weight, in which each unit of the job counts once."""
 
 
 def find(
@@ -74,10 +83,36 @@ def find(
     Raises:
         DataError: a member lies outside the set its component counts; see `frozen.verdicts`.
     """
-    verdicts = frozen.verdicts(batch, spec, version)
+    found = frozen.verdicts(batch, spec, version)
     if uncorrected and not spec.corrections:
-        return Members(sets=uncorrected, verdicts=verdicts)
-    return Members(sets=[component_set(batch, part, spec, verdicts) for part in spec.components], verdicts=verdicts)
+        return Members(sets=uncorrected, verdicts=found.said, open=found.open)
+    sets = [component_set(batch, part, spec, found.said) for part in spec.components]
+    return Members(sets=sets, verdicts=found.said, open=found.open)
+
+
+def joined(found: Members, batch: TokenBatch, spec: LossSpec, answers: list[Tensor]) -> Members:
+    """``found`` with what the corrections over prompts and episodes say, from the numbers of all ranks.
+
+    Args:
+        answers: to what each of ``found.open`` asks, in order.
+    """
+    verdicts = frozen.Verdicts(found.verdicts, found.open).completed(answers)
+    sets = [component_set(batch, part, spec, verdicts) for part in spec.components]
+    return replace(found, sets=sets, verdicts=verdicts)
+
+
+def headed(found: Members, batch: TokenBatch, spec: LossSpec, heads: Heads) -> Members:
+    """``found`` with the sums and numbers of weights that means over prompts and episodes are made of."""
+    sets = [
+        replace(
+            item,
+            means=tuple(
+                _mean(batch, item.component, spec, found.verdicts, i, item.member_T, heads) for i in normalized(spec)
+            ),
+        )
+        for item in found.sets
+    ]
+    return replace(found, sets=sets, heads=heads)
 
 
 def without(found: Members, batch: TokenBatch, spec: LossSpec, rejected: Mapping[str, Tensor]) -> Members:
@@ -88,7 +123,7 @@ def without(found: Members, batch: TokenBatch, spec: LossSpec, rejected: Mapping
     """
     verdicts = found.verdicts
     sets = [component_set(batch, part, spec, verdicts, rejected.get(part.name)) for part in spec.components]
-    return Members(sets=sets, verdicts=verdicts)
+    return headed(replace(found, sets=sets), batch, spec, found.heads)
 
 
 def reasons(spec: LossSpec) -> tuple[str, ...]:
@@ -104,19 +139,6 @@ def normalized(spec: LossSpec) -> tuple[int, ...]:
         i for i, rule in enumerate(spec.corrections)
         if rule.normalizes and not spec.is_late(rule)
     )  # fmt: skip
-
-
-def base(batch: TokenBatch, component: Component) -> Tensor:
-    """bool [T]: the tokens the component is defined on, by authorship."""
-    return batch.action_T if component.over == "action" else batch.target_T
-
-
-def empty_rows(batch: TokenBatch, spec: LossSpec) -> Tensor:
-    """bool [S]: rows with tokens but without one that any component is defined on."""
-    any_T = torch.zeros_like(batch.action_T)
-    for part in spec.components:
-        any_T = any_T | base(batch, part)
-    return (batch.lengths_S > 0) & (per_row(any_T, batch.cu_S1) == 0)
 
 
 def component_set(
@@ -136,7 +158,7 @@ def component_set(
     Raises:
         DataError: a member lies outside the set the component counts.
     """
-    verdicts = frozen.verdicts(batch, spec, None) if verdicts is None else verdicts
+    verdicts = frozen.verdicts(batch, spec, None).said if verdicts is None else verdicts
     base_T = base(batch, component)
     fault_T = tokens_ended(batch, Termination.FAULT)
     left_T = base_T & ~fault_T
@@ -172,7 +194,7 @@ def component_set(
     return ComponentSet(
         component=component, base_T=base_T, before_T=before_T, member_T=left_T, count_T=count_T, factor_T=factor_T,
         user_T=user_T, corrected=corrected,
-        means=tuple(_mean(batch, component, spec, verdicts, i, left_T) for i in normalized(spec)),
+        means=tuple(_mean(batch, component, spec, verdicts, i, left_T, {}) for i in normalized(spec)),
         dropped=tuple(before - after for before, after in pairwise(numbers)),
     )  # fmt: skip
 
@@ -199,10 +221,12 @@ def _counted(batch: TokenBatch, component: Component, spec: LossSpec, left_T: Te
 
 
 def _mean(
-    batch: TokenBatch, component: Component, spec: LossSpec, verdicts: Sequence[Verdict | None], i: int, left_T: Tensor
-) -> tuple[float, int]:
+    batch: TokenBatch, component: Component, spec: LossSpec, verdicts: Sequence[Verdict | None], i: int,
+    left_T: Tensor, heads: Heads,
+) -> tuple[float, int]:  # fmt: skip
     """Sum and number of the weights of correction ``i`` on this rank: one for each trained token or, where the
-    correction joins tokens over a unit, one for each unit that holds a trained token.
+    correction joins tokens over a unit, one for each unit that holds a trained token (over prompts and episodes, which
+    several ranks may hold: one for each of the ``heads``).
     """
     rule, verdict = spec.corrections[i], verdicts[i]
     assert verdict is not None and verdict.weight is not None
@@ -210,7 +234,10 @@ def _mean(
         return 0.0, 0
     if rule.statistic_unit is None:
         return float(torch.where(left_T, verdict.weight, 0).sum()), int(left_T.count_nonzero())
-    unit = frozen.unit_sums(batch)[rule.statistic_unit]
+    if rule.straddles:
+        head_S = heads.get((i, component.name), torch.zeros(len(batch), dtype=torch.bool))
+        left_T = left_T & head_S[batch.seq_T]
+    unit = frozen.unit_sums(batch)["sequence" if rule.straddles else rule.statistic_unit]
     inside_T = left_T & (unit.unit_N >= 0)
     weight_U = torch.zeros(unit.units, dtype=torch.float64)
     weight_U[unit.unit_N[inside_T]] = verdict.weight[inside_T]  # one number per unit

@@ -175,6 +175,23 @@ class MicroBatch:
             value=self._arranged((name, "value"), found.value), slope=self._arranged((name, "slope"), found.slope)
         )
 
+    def told(self, name: str, key: Hashable) -> Tensor | None:
+        """A statistic over prompts or episodes that component ``name`` asks for under ``key``, float64 [N] or [2, N];
+        None where no statistics pass took it.
+        """
+        found_T = self._component(name).told.get(key)
+        if found_T is None:
+            return None
+        found = self._arranged((name, key, "told"), found_T)
+        return found.reshape(-1) if found_T.dim() == 1 else found.reshape(-1, 2).T
+
+    def slope(self, name: str) -> Tensor | None:
+        """float: the derivative of component ``name``'s whole loss, by the token's log-prob, through its ratio over a
+        prompt or episode; None where there is no such ratio.
+        """
+        found_T = self._component(name).slope_T
+        return None if found_T is None else self._arranged((name, "slope of the unit"), found_T)
+
     @property
     def input_ids(self) -> Tensor:
         """int64: what the model reads; 0 at padding."""

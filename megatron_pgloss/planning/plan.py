@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pgloss.errors import LayoutError
-from megatron_pgloss.planning import wire
+from megatron_pgloss.planning import joining, wire
 from megatron_pgloss.planning.agreement import Ranks
 from megatron_pgloss.planning.arrangement import Arrangement, Source, packed, padded, whole
 from megatron_pgloss.planning.carried import Carried
 from megatron_pgloss.planning.component_table import ComponentTable
 from megatron_pgloss.planning.counts import Local, count
+from megatron_pgloss.planning.job_rows import JobRows
 from megatron_pgloss.planning.ledger import Ledger
 from megatron_pgloss.planning.microbatch import MicroBatch, Shared
 from megatron_pgloss.planning.preflight import Request, preflight, request
@@ -53,6 +52,8 @@ class Plan:
     """Rows, tokens, tokens the policy sampled, excluded rows, empty ranks and micro-batches, over all ranks."""
     ledger: Ledger
     """Which rows were updated on, and what was recorded of them."""
+    most_rows: int
+    """How many rows the rank with the most of them has."""
     decided: bool = False
     """Whether a statistics pass was made."""
 
@@ -151,6 +152,11 @@ class Plan:
         """Whether a gradient of this plan's loss has been asked for on this rank."""
         return self.ledger.updated
 
+    @property
+    def job_rows(self) -> JobRows:
+        """This rank's rows among those of the job."""
+        return joining.whole_rows(self.local, self.spec, self.ranks, self.most_rows)
+
     def report(self) -> str:
         """The plan in words: layout, counts per level and component, tokens per mask rule and reason."""
         return report(
@@ -194,30 +200,20 @@ def plan(
     Raises:
         PGLossError: the same on every rank: the first faulty rank's error, a disagreement, or no action anywhere.
     """
-    ranks = ranks or _ranks(group)
+    ranks = ranks or Ranks.named(group, "plan")
     with Carried() as here:
         asked = request(spec, split, arrangement, coef, interleaved, vocab_size, version)
         local = count(preflight(batches, asked), asked)
         here.row = wire.pack(local, asked, ranks, asked.digest)
     agreed = wire.read(here.gather(ranks), asked)
+    if asked.spec is not None and asked.spec.straddling:
+        with Carried() as here:
+            pass
+        local = joining.joined(local, asked.spec, joining.whole_rows(local, asked.spec, ranks, agreed.most_rows), here)
+        with here:
+            here.row = wire.pack(local, asked, ranks, asked.digest)
+        agreed = wire.read(here.gather(ranks), asked)
     return assemble(asked, local, agreed, ranks)
-
-
-def _ranks(group: Any) -> Ranks:
-    if isinstance(group, str):
-        if group != "local":
-            raise LayoutError(f"group={group!r}", expected="a process group, 'local' or None")
-        return Ranks()
-    if group is not None:
-        return Ranks.of(group)
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise LayoutError(
-            "plan(group=None) in a world of several ranks would normalise each rank by itself",
-            expected="group=the data-parallel process group",
-            got=f"world size {dist.get_world_size()}",
-            fix="pass the group, or group='local' if each rank really trains its own model",
-        )
-    return Ranks()
 
 
 def assemble(asked: Request, local: Local, agreed: wire.Agreed, ranks: Ranks) -> Plan:
@@ -238,4 +234,5 @@ def assemble(asked: Request, local: Local, agreed: wire.Agreed, ranks: Ranks) ->
         counts=agreed.counts,
         job=agreed.job,
         ledger=Ledger(local.batch, asked.spec),
+        most_rows=agreed.most_rows,
     )

@@ -99,6 +99,21 @@ def per_unit(value_T: Tensor, index_T: Tensor, units: int) -> Tensor:
     return table_U1.index_add_(0, index_T + 1, value_T)[1:]
 
 
+def distinct(keys_K2: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct rows of int64 ``[K, 2]`` in order, and int64 ``[K]``: which of them each row is.
+
+    ``torch.unique(dim=0)`` by two sorts of integers, several times as fast.
+    """
+    order_K = torch.argsort(keys_K2[:, 1], stable=True)
+    order_K = order_K[torch.argsort(keys_K2[order_K, 0], stable=True)]
+    sorted_K2 = keys_K2[order_K]
+    begins_K = torch.ones_like(order_K, dtype=torch.bool)
+    begins_K[1:] = (sorted_K2[1:] != sorted_K2[:-1]).any(1)
+    of_key_K = torch.empty_like(order_K)
+    of_key_K[order_K] = begins_K.cumsum(0) - 1
+    return sorted_K2[begins_K], of_key_K
+
+
 def _key(batch: TokenBatch, row: int, unit: str) -> str:
     # A unit's key is the tuple of ids from prompt down, so that episode 0 of one prompt is not that of another.
     parts = []

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.planning import kept_sets
 from megatron_pgloss.planning.members import ComponentSet
+from megatron_pgloss.planning.presence import present_rows
 from megatron_pgloss.planning.units import turns_of
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.rollouts.streams import BY_NAME
@@ -40,7 +41,8 @@ def check(batch: TokenBatch, spec: LossSpec, sets: list[ComponentSet]) -> None:
             stream_T = batch.streams[name]
             if stream_T.dim() > 1:
                 continue  # `_teachers` judges it together with the ids beside it
-            limit = ABOVE_ZERO if name in BY_NAME and BY_NAME[name].dtype == "log-prob" else math.inf
+            of_policy = name in spec.references or (name in BY_NAME and BY_NAME[name].dtype == "log-prob")
+            limit = ABOVE_ZERO if of_policy else math.inf
             _judge(batch, tokens, name, stream_T, looked_T, limit)
         _teachers(batch, tokens)
 
@@ -57,17 +59,22 @@ def _read_at_members(spec: LossSpec, part: Component) -> list[str]:
 
 def _read_by_statistics(batch: TokenBatch, spec: LossSpec, tokens: ComponentSet) -> dict[str, Tensor]:
     """Stream to bool [T]: the action tokens, trained or not, at which a statistic over a unit reads it, in the units
-    that hold a member. A statistic runs over the tokens as sampled: without one of them it would be another number.
+    that hold a member (over prompts and episodes: in all rows that are there). A statistic runs over the tokens as
+    sampled: without one of them it would be another number.
     """
     part, found = tokens.component, dict[str, Tensor]()
     rules = [rule for rule in (*spec.gates, *spec.corrections) if rule.acts_on(part)]
     for piece in (*part.parts, *rules):
         if piece.statistic_unit is None or getattr(piece, "over", None) == "members":
             continue
-        unit_T, units = (batch.seq_T, len(batch)) if piece.statistic_unit == "sequence" else turns_of(batch)[:2]
-        held_U = torch.zeros(units + 1, dtype=torch.bool).index_fill_(0, unit_T[tokens.member_T] + 1, True)
-        held_U[0] = False  # the place of tokens that belong to no turn
-        looked_T = batch.action_T & held_U[unit_T + 1]
+        if piece.straddles:
+            # Whether a member lies in another row of the unit, other ranks know.
+            looked_T = batch.action_T & present_rows(batch, spec)[batch.seq_T]
+        else:
+            unit_T, units = (batch.seq_T, len(batch)) if piece.statistic_unit == "sequence" else turns_of(batch)[:2]
+            held_U = torch.zeros(units + 1, dtype=torch.bool).index_fill_(0, unit_T[tokens.member_T] + 1, True)
+            held_U[0] = False  # the place of tokens that belong to no turn
+            looked_T = batch.action_T & held_U[unit_T + 1]
         gone_T = kept_sets.leaving(batch, spec, part)
         looked_T = looked_T if gone_T is None else looked_T & ~gone_T
         for name in spec.statistic_streams(piece):

@@ -52,6 +52,8 @@ class Agreed:
     """Bits of `agreement.OPTIONAL`: the streams that any rank has."""
     unit_rows: int
     """How many rows each rank has in the keyed gather."""
+    most_rows: int
+    """How many sequences the rank with the most of them has."""
     dtype: torch.dtype
     """Dtype of weights and of the float streams that the loss reads."""
 
@@ -172,6 +174,7 @@ def read(rows: Tensor, asked: Request) -> Agreed:
         width=round_up(max(width, 1), asked.arrangement.multiple),
         streams=functools.reduce(operator.or_, fields["streams"].tolist(), 0),
         unit_rows=int(fields["unit_rows"].max()),
+        most_rows=int(fields["rows"].max()),
         dtype=torch.float64 if bool(fields["double"].any()) else torch.float32,
     )
 

@@ -20,7 +20,7 @@ from megatron_pgloss.rollouts.keywords import PackedArguments, PaddedArguments, 
 from megatron_pgloss.rollouts.place import Id, row_name, token_name
 from megatron_pgloss.rollouts.spans import fields_of_traces
 from megatron_pgloss.rollouts.states import Termination
-from megatron_pgloss.rollouts.streams import BY_NAME, OPTIONAL
+from megatron_pgloss.rollouts.streams import BY_NAME, OPTIONAL, is_own
 from megatron_pgloss.rollouts.traces import Trace
 from megatron_pgloss.spec import RoleTable
 
@@ -159,7 +159,9 @@ class TokenBatch:
                 changes[item.name] = tuple(value[row] for row in rows)
         return replace(self, **changes)
 
-    def with_stream(self, name: str, stream_T: arrays.Array | Tensor | Sequence[Any]) -> TokenBatch:
+    def with_stream(
+        self, name: str, stream_T: arrays.Array | Tensor | Sequence[Any], *, add: bool = False
+    ) -> TokenBatch:
         """The same rows with a stream set: an optional one of the table (``old``, ``ref``, ...), or one of the user's
         own that the batch has.
 
@@ -167,12 +169,16 @@ class TokenBatch:
             name: name of the stream.
             stream_T: [T], or [T, k] for a stream of several numbers per token; already target-aligned: position t is
                 about ``targets_T[t]``. Its type is that of the table: float32 or float64, int64, bool.
+            add: whether it may be a stream of the user's own that the batch does not have yet, a teacher's log-probs
+                say.
 
         Raises:
             DataError: there is no such stream, or its shape or type does not fit.
         """
-        if name not in OPTIONAL and name not in self.streams:
-            raise DataError(f"no stream {name!r}", expected=", ".join(OPTIONAL))
+        if name not in OPTIONAL and name not in self.streams and not (add and is_own(name)):
+            raise DataError(
+                f"no stream {name!r}", expected=", ".join(OPTIONAL), fix=None if add else "add=True for one of your own"
+            )
         called, row = f"stream {name!r}", BY_NAME.get(name)
         given = arrays.tensor(called, stream_T, torch.float32 if row is None else row.python_floats)
         wide = given.dim() == 2 and (row is None or row.dtype == "ids")

@@ -16,7 +16,7 @@ from megatron_pgloss.rollouts.frame import Frame
 from megatron_pgloss.rollouts.keywords import PackedArguments, PaddedArguments, check_names
 from megatron_pgloss.rollouts.place import Id, token_name
 from megatron_pgloss.rollouts.states import Termination
-from megatron_pgloss.rollouts.streams import BY_ARGUMENT, STREAMS, StreamSpec, is_taken
+from megatron_pgloss.rollouts.streams import BY_ARGUMENT, STREAMS, StreamSpec, is_own
 from megatron_pgloss.spec.words import nearest
 
 Fields = dict[str, Any]
@@ -94,7 +94,7 @@ def _streams(frame: Frame, given: Mapping[str, Any], shift: Shift) -> dict[str, 
         if row.optional and value is not None:
             found[row.name] = align(row, checks.stream(row, flat(frame, row, value), low), shift)
     for name, stream_T in _named(frame, given, "streams", checks.own_stream, wide=True).items():
-        if is_taken(name) or not name.isidentifier():
+        if not is_own(name):
             raise DataError(f"streams: {name!r} is no name for a stream of your own", expected="another identifier")
         found[name] = shift(stream_T, 0.0 if stream_T.is_floating_point() else -1)
     return found

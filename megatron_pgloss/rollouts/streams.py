@@ -161,6 +161,7 @@ def argument_of(name: str) -> str:
     return f"{BY_NAME[name].argument}=" if name in BY_NAME else f"streams={{{name!r}: ...}}"
 
 
-def is_taken(name: str) -> bool:
-    """Whether a stream of the user's own cannot have this name."""
-    return name in BY_NAME or name in BY_ARGUMENT or name in MADE or name == "advantage"
+def is_own(name: str) -> bool:
+    """Whether a stream of the user's own can have this name."""
+    taken = name in BY_NAME or name in BY_ARGUMENT or name in MADE or name == "advantage"
+    return not taken and name.isidentifier()

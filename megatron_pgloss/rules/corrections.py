@@ -52,11 +52,15 @@ class Joined:
 
 
 def asked(rule: Correction, x: Evidence) -> Asked | None:
-    """The statistic over units that the rule takes, or None."""
+    """The statistic over units that the rule takes, or None; over prompts or episodes (`Kind.straddles`) the part of it
+    is that of each row.
+    """
     if rule.statistic_unit is None:
         return None
     value_N = APPLY[rule.kind][0](rule, x)
-    return x.units[rule.statistic_unit].asked_joined(rule.joined_by, value_N, x.voters_N)
+    # Of a unit whose rows may lie anywhere this rank has the part of each row.
+    unit = "sequence" if rule.straddles else rule.statistic_unit
+    return x.units[unit].asked_joined(rule.joined_by, value_N, x.voters_N)
 
 
 def judged(rule: Correction, x: Evidence, joined_2N: Tensor | None) -> Verdict:
@@ -76,7 +80,7 @@ def judged(rule: Correction, x: Evidence, joined_2N: Tensor | None) -> Verdict:
 
 
 def apply(rule: Correction, x: Evidence) -> Verdict:
-    """What the rule says, with a collective of its own where units lie on several ranks."""
+    """What the rule says, over units of whole sequences; with a collective of its own under context parallelism."""
     one = asked(rule, x)
     return judged(rule, x, None if one is None else taken([one], x.units["sequence"].group)[0])
 

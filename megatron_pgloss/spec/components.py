@@ -15,6 +15,7 @@ from megatron_pgloss.spec.kinds import one_of
 from megatron_pgloss.spec.letters import letter
 from megatron_pgloss.spec.numbers import Positive
 from megatron_pgloss.spec.policy_gradient import PolicyGradient
+from megatron_pgloss.spec.references import Reference
 
 __all__ = ["KL", "CrossEntropy", "Entropy", "PolicyGradient", "Term", "TopKDistill", "Value"]
 
@@ -35,8 +36,8 @@ class KL(Component):
     name: Name = "kl"
     estimator: Literal["k1", "k2", "k3", "abs", "exact"] = "k3"
     gradient: Literal["plain", "k2", "weighted"] = "plain"
-    to: Literal["ref", "old", "rollout"] = "ref"
-    """The policy that pi is compared with."""
+    to: Reference = "ref"
+    """The policy that pi is compared with: ``ref``, ``old``, ``rollout``, or another reference's stream by its name."""
     base: Literal["old", "rollout"] = "old"
     """The policy that sampled the tokens, in the denominator of the weight of ``weighted``."""
 
@@ -61,6 +62,11 @@ class KL(Component):
         if self.estimator == "exact":
             return ("kl",)
         return tuple(dict.fromkeys((self.to, *((self.base,) if self.gradient == "weighted" else ()))))
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """What pi is compared with."""
+        return () if self.estimator == "exact" else (self.to,)
 
     @property
     def reports(self) -> tuple[str, ...]:

@@ -4,7 +4,8 @@ The ratio is ``r = exp(log of - log mu)``.
 
 ``of="old"`` uses frozen log-probs and acts when the step is planned; ``of="policy"`` uses sg(pi) and acts inside the
 loss. A rejection shrinks the members of a component; whether the rejected tokens stay counted in its denominators is
-the component's ``count_rejected``. Statistics of a unit run over its action tokens as sampled.
+the component's ``count_rejected``. Statistics of a unit run over its action tokens as sampled; those of an episode or a
+prompt over the rows that are there (no fault ended them), in whatever micro-batch and on whatever rank they lie.
 
 With samples from mu, ``d = -log r`` gives the k-estimators of KL(mu || of): k1 = d, k2 = d^2/2, k3 = r - 1 - log r.
 """
@@ -19,6 +20,8 @@ from pydantic import Field, model_validator
 from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec.correction import CorrectionKind, RatioCorrection
 from megatron_pgloss.spec.kinds import one_of
+from megatron_pgloss.spec.letters import SHORT_UNIT
+from megatron_pgloss.spec.levels import Unit
 from megatron_pgloss.spec.numbers import Distance, Finite, Flag, Positive
 
 __all__ = ["IcePop", "RatioMask", "Reject", "Staleness", "TruncatedIS", "Veto"]
@@ -27,12 +30,16 @@ __all__ = ["IcePop", "RatioMask", "Reject", "Staleness", "TruncatedIS", "Veto"]
 class TruncatedIS(RatioCorrection):
     """Importance weight ``clip(r, low, high)``, a constant factor of the term (Ionides 2008).
 
-    ``level``: the token's own ratio; the product over its sequence or turn; or the geometric mean over them. Products
-    are taken in log space and bounded by ``log_ratio_bound`` before exp.
+    ``level``: the token's own ratio; the product over its sequence, turn, episode or prompt; or the geometric mean over
+    one of them. Products are taken in log space and bounded by ``log_ratio_bound`` before exp.
     """
 
     kind: Literal["truncated_is"] = "truncated_is"
-    level: Literal["token", "sequence", "turn", "geometric", "turn_geometric"] = "token"
+    level: Literal[
+        "token", "sequence", "turn", "episode", "prompt",
+        "geometric", "turn_geometric", "episode_geometric", "prompt_geometric",
+    ] = "token"  # fmt: skip
+    """``geometric`` alone is that of the sequence."""
     low: Distance = 0.0
     """Weights below it are raised to it; with 0 none is."""
     high: Positive = 2.0
@@ -63,12 +70,13 @@ class TruncatedIS(RatioCorrection):
         """The unit of the ratio, or of the mean that weights of tokens are divided by; None where there is neither."""
         if self.normalize == "sequence":
             return "sequence"
-        return {"token": None, "geometric": "sequence", "turn_geometric": "turn"}.get(self.level, self.level)
+        unit = self.level.removesuffix("_geometric")
+        return {"token": None, "geometric": "sequence"}.get(unit, unit)
 
     @property
     def joined_by(self) -> Literal["sum", "mean"]:
         """How the log-ratios of the unit are put together, or its weights."""
-        return "mean" if self.normalize == "sequence" or self.level in ("geometric", "turn_geometric") else "sum"
+        return "mean" if self.normalize == "sequence" or self.level.endswith("geometric") else "sum"
 
     @property
     def reason(self) -> str:
@@ -77,8 +85,12 @@ class TruncatedIS(RatioCorrection):
 
     def formula(self, base: str = "old") -> str:
         """The formula in one line."""
-        over = {"token": "", "sequence": "prod_seq ", "turn": "prod_turn ", "geometric": "geomean_seq "}
-        r = over.get(self.level, "geomean_turn ") + self._r
+        over = ""
+        if self.level != "token":
+            unit = self.level.removesuffix("_geometric")
+            joined = "geomean" if self.level.endswith("geometric") else "prod"
+            over = f"{joined}_{SHORT_UNIT['sequence' if unit == 'geometric' else unit]} "
+        r = over + self._r
         weight = f"min({r}, {self.high:g})" if not self.low else f"clip({r}, {self.low:g}, {self.high:g})"
         over_mean = {True: ", over its mean in the batch", "sequence": ", over its mean in the sequence"}
         return f"times {weight}{over_mean.get(self.normalize, '')}"
@@ -122,7 +134,7 @@ class RatioMask(RatioCorrection):
     """
 
     kind: Literal["ratio_mask"] = "ratio_mask"
-    unit: Literal["sequence", "turn"] = "sequence"
+    unit: Unit = "sequence"
     mean: Literal["geometric", "product"] = "geometric"
     low: Positive
     high: Positive
@@ -158,7 +170,7 @@ class Reject(RatioCorrection):
     kind: Literal["reject"] = "reject"
     estimator: Literal["k1", "k2", "k3"] = "k3"
     statistic: Literal["mean", "max", "sum"] = "mean"
-    unit: Literal["token", "sequence", "turn"] = "sequence"
+    unit: Literal["token", Unit] = "sequence"
     low: Finite | None = None
     high: Finite
     example: ClassVar[Mapping[str, Any]] = {"high": 0.05}
@@ -199,7 +211,7 @@ class Veto(RatioCorrection):
     """One token whose ratio lies below ``low`` (or above ``high``) rejects its whole unit."""
 
     kind: Literal["veto"] = "veto"
-    unit: Literal["sequence", "turn"] = "sequence"
+    unit: Unit = "sequence"
     low: Positive = 1e-4
     high: Positive | None = None
 
@@ -228,7 +240,7 @@ class Staleness(CorrectionKind):
 
     kind: Literal["staleness"] = "staleness"
     max_lag: Annotated[int, Field(strict=True, ge=0)]
-    level: Literal["token", "sequence", "turn"] = "token"
+    level: Literal["token", Unit] = "token"
     example: ClassVar[Mapping[str, Any]] = {"max_lag": 4}
 
     @property

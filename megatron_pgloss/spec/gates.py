@@ -18,6 +18,7 @@ from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec.functions import Function
 from megatron_pgloss.spec.kinds import one_of
 from megatron_pgloss.spec.letters import SHORT_UNIT, letter
+from megatron_pgloss.spec.levels import Unit
 from megatron_pgloss.spec.numbers import Distance, Finite, Positive, Probability, Share, Whole
 from megatron_pgloss.spec.rule import Rule
 
@@ -138,7 +139,8 @@ class SequenceGate(GateKind):
     kind: Literal["opsm"] = "opsm"
     threshold: Distance
     base: Base = "rollout"
-    unit: Literal["sequence", "turn"] = "sequence"
+    unit: Unit = "sequence"
+    """``episode`` and ``prompt`` need the statistics pass: their rows may lie in any micro-batch and on any rank."""
     example: ClassVar[Mapping[str, Any]] = {"threshold": 0.1}
 
     @property

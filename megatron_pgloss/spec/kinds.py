@@ -15,6 +15,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from megatron_pgloss.spec.base import Part
+from megatron_pgloss.spec.levels import KEYED
+
+COMPUTED = ("entropy", "kl", "chosen", "value")
+"""What a kind may read of the model's outputs, and not of the batch."""
 
 
 class Kind(Part):
@@ -30,8 +34,13 @@ class Kind(Part):
     @property
     def reads(self) -> tuple[str, ...]:
         """Streams that it reads: ``old`` (the base of the ratio), ``rollout``, ``ref``, ``advantages``, ``values``,
-        ``returns``, one of the user's own; or an output of the model: ``entropy``, ``kl``, ``chosen``, ``value``.
+        ``returns``, one of the user's own; or an output of the model (`COMPUTED`).
         """
+        return ()
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """Of what it `reads`, the streams that hold another policy's log-probs, by whatever name."""
         return ()
 
     @property
@@ -41,7 +50,7 @@ class Kind(Part):
 
     @property
     def statistic_unit(self) -> str | None:
-        """The unit (``sequence``, ``turn``) over whose tokens it takes a statistic; None: it takes none."""
+        """The unit over whose tokens it takes a statistic (`megatron_pgloss.spec.levels.Unit`); None: it takes none."""
         return None
 
     @property
@@ -53,6 +62,11 @@ class Kind(Part):
     def asks_units(self) -> bool:
         """Whether it may ask for a statistic over units; a user's own function may always."""
         return self.statistic_unit is not None
+
+    @property
+    def straddles(self) -> bool:
+        """Whether the rows of its unit may lie in any micro-batch and on any rank."""
+        return self.statistic_unit in KEYED
 
     @property
     def needs_statistics_pass(self) -> bool:

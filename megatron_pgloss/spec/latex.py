@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from megatron_pgloss.spec.letters import BASES
+from megatron_pgloss.spec.letters import BASES, SHORT_UNIT
 from megatron_pgloss.spec.levels import LEVEL
 from megatron_pgloss.spec.normalizer import Path
 
@@ -26,12 +26,12 @@ _WORDS = {
     "log": r"\log", "exp": r"\exp", "min": r"\min", "max": r"\max", "H": r"\mathcal{H}", "inf": r"\infty",
     "sg": r"\operatorname{sg}", "clip": r"\operatorname{clip}", "sigmoid": r"\sigma", "tau": r"\tau",
     "mean": r"\operatorname{mean}", "sum": r"\sum", "sum_v": r"\sum_v", "prod": r"\prod",
-    "mean_seq": r"\operatorname{mean}_{\mathrm{seq}}", "mean_turn": r"\operatorname{mean}_{\mathrm{turn}}",
-    "sum_seq": r"\sum_{\mathrm{seq}}", "sum_turn": r"\sum_{\mathrm{turn}}",
-    "prod_seq": r"\prod_{\mathrm{seq}}", "prod_turn": r"\prod_{\mathrm{turn}}",
-    "geomean_seq": r"\operatorname{gm}_{\mathrm{seq}}", "geomean_turn": r"\operatorname{gm}_{\mathrm{turn}}",
     "sum_": r"\sum_", "min_": r"\min_",
 }  # fmt: skip
+_OVER = {"mean": r"\operatorname{mean}", "sum": r"\sum", "prod": r"\prod", "geomean": r"\operatorname{gm}"}
+_WORDS |= {
+    f"{how}_{unit}": rf"{sign}_{{\mathrm{{{unit}}}}}" for how, sign in _OVER.items() for unit in SHORT_UNIT.values()
+}
 _SIGNS = {"<=": r"\le ", ">=": r"\ge ", "{": "{", "}": "}", "%": r"\%", "&": r"\&", "#": r"\#", "$": r"\$"}
 _LETTERS = set("AVRrdkmfwctg")
 _TOKEN = re.compile(r"[A-Za-z][\w.:]*|\d+(?:\.\d+)?(?:e-?\d+)?|<=|>=|\s+|.")

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_pgloss.spec.levels import UNITS
+
 BASES = {"given": "old", "rollout": "mu", "policy": "sg(pi)", "record": "old", "interpolate": "old"}
 """Source of ``old`` to the letter of the ratio's base."""
-SHORT_UNIT = {"sequence": "seq", "turn": "turn", "token": "token"}
+SHORT_UNIT = {name: "seq" if name == "sequence" else name for name in UNITS}
 
 
 def letter(policy: str, base: str) -> str:
-    """The letter of ``old``, ``rollout`` or ``ref`` where the ratio's base is ``base``."""
+    """The letter of ``old`` or ``rollout`` where the ratio's base is ``base``; any other policy is written by name."""
     return {"old": base, "rollout": "mu"}.get(policy, policy)
 
 

@@ -1,8 +1,9 @@
-"""The levels that a normaliser may name, from the outermost to the token; a unit of one contains units of the next."""
+"""The levels that normalisers and statistics name, from the outermost to the token; each contains the next."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +30,5 @@ UNITS = tuple(level.name for level in LEVELS)
 KEYED = tuple(level.name for level in LEVELS if level.keyed)
 IN_ROWS = tuple(level.name for level in LEVELS if not level.keyed)
 LEVEL = {level.name: level for level in LEVELS}
+Unit = Literal["prompt", "episode", "sequence", "turn"]
+"""A level above the token, over whose tokens a statistic may run."""

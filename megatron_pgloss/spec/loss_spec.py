@@ -103,12 +103,15 @@ class LossSpec(SpecFields):
 
     @property
     def needs_statistics_pass(self) -> bool:
-        """Whether something is decided over the whole step, by a statistics pass: a gate or surrogate that says so, the
-        mean of the policy's own weights, or what gates and late corrections take out of denominators
-        (``count_rejected=False``).
+        """Whether something is decided over the whole step, by a statistics pass: a gate or surrogate that says so, a
+        statistic of the policy over prompts or episodes, the mean of the policy's own weights, or what gates and late
+        corrections take out of denominators (``count_rejected=False``).
         """
         late = [rule for rule in self.corrections if self.is_late(rule)]
         if any(part.needs_statistics_pass for part in (*self.components, *self.gates)):
+            return True
+        pieces = [piece for part in self.components for piece in part.parts]
+        if any(piece.straddles for piece in (*pieces, *self.gates, *late)):
             return True
         if any(rule.normalizes for rule in late):
             return True
@@ -122,11 +125,21 @@ class LossSpec(SpecFields):
         return reads.stream_readers(self)
 
     @property
+    def references(self) -> tuple[str, ...]:
+        """Streams that hold another policy's log-probs: ``ref``, ``rollout``, and teachers by their own names."""
+        return reads.references(self)
+
+    @property
     def field_readers(self) -> dict[str, tuple[str, ...]]:
         """Optional field of the batch beside its streams (``terminations``, ``sample_ids``, ``versions``) to the parts
         that read it.
         """
         return reads.field_readers(self)
+
+    @property
+    def unit_readers(self) -> dict[str, tuple[str, ...]]:
+        """``prompt`` or ``episode`` to the components and rules that take a statistic over it."""
+        return reads.unit_readers(self)
 
     @property
     def masks_read(self) -> set[str]:

@@ -12,6 +12,10 @@ With d_t = log pi_t - log old_t, a ratio is ``r = exp(s)`` of a statistic s:
 | ``prefix`` | sum of d up to and including t | of log pi_t, the rest held fixed |
 | ``prefix_min`` | d_t + min of d before t (MinPRO 2601.22718) | of log pi_t, the rest held fixed |
 
+``Ratio(level="episode")`` and ``"prompt"`` have means and sums alike, over all rows of the unit that are there (no
+fault ended them). These may lie in any micro-batch and on any rank, so that a statistics pass takes the statistic, from
+the policy at the start of the step; the gradient through it is that of the whole step's loss.
+
 Unit statistics run over the unit's action tokens as sampled, whatever masks and gates say; ``over="members"`` takes
 those that the component trains on. Every s is bounded by ``log_ratio_bound`` before exp; the d that it is made of are
 not. ``prefix_min`` is written from MinPRO's abstract; its equation was not at hand.
@@ -29,6 +33,7 @@ from megatron_pgloss.errors import SpecError
 from megatron_pgloss.spec.functions import Function
 from megatron_pgloss.spec.kinds import Kind, one_of
 from megatron_pgloss.spec.letters import SHORT_UNIT
+from megatron_pgloss.spec.levels import Unit
 from megatron_pgloss.spec.words import nearest
 
 __all__ = ["CustomRatio", "Ratio"]
@@ -46,7 +51,7 @@ class Ratio(RatioKind):
     """One ratio, spelled out; see the table of short names above."""
 
     kind: Literal["ratio"] = "ratio"
-    level: Literal["token", "turn", "sequence"] = "sequence"
+    level: Literal["token", Unit] = "sequence"
     """The unit whose tokens enter; ``token`` is the token's own and takes no statistic."""
     statistic: Literal["mean", "sum", "prefix", "prefix_min"] = "mean"
     gradient: Literal["through", "token"] = "through"
@@ -59,9 +64,14 @@ class Ratio(RatioKind):
         if self.level == "token" and (self.statistic, self.over) != ("mean", "sampled"):
             raise SpecError(
                 f"Ratio: statistic {self.statistic!r} over {self.over!r} of a single token",
-                expected="level='sequence' or 'turn'",
+                expected="level='sequence', 'turn', 'episode' or 'prompt'",
                 fix="ratio='token'",
             )
+        if self.straddles and self.statistic not in ("mean", "sum"):
+            raise SpecError(
+                f"Ratio: the rows of a unit at level {self.level!r} have no order, so it has no prefix",
+                expected="statistic='mean' or 'sum'", got=repr(self.statistic), fix="level='sequence'",
+            )  # fmt: skip
         if self.statistic == "prefix_min" and self.gradient == "through":
             raise SpecError(
                 "Ratio: a running minimum is not differentiated", expected="gradient='token'", fix="ratio='prefix_min'"

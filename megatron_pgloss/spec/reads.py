@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_pgloss.spec.component import Component
-from megatron_pgloss.spec.kinds import Kind
+from megatron_pgloss.spec.kinds import COMPUTED, Kind
 from megatron_pgloss.spec.ratios import RatioKind
 from megatron_pgloss.spec.spec_fields import SpecFields
 
@@ -13,8 +13,6 @@ BASE: dict[str, str | None] = {
     "given": "old", "policy": None, "record": None, "rollout": "rollout", "interpolate": "rollout",
 }  # fmt: skip
 """Source of ``old`` to the batch's stream it is made from."""
-COMPUTED = ("entropy", "kl", "chosen", "value")
-"""Read from the model's outputs, not from the batch."""
 _FIRST = ("old", "rollout", "ref", "advantages")
 """The order in which readers are listed; other streams follow."""
 
@@ -29,6 +27,12 @@ def stream_readers(spec: SpecFields) -> dict[str, tuple[str, ...]]:
     return {stream: tuple(names) for stream, names in found.items() if names}
 
 
+def references(spec: SpecFields) -> tuple[str, ...]:
+    """Streams that hold another policy's log-probs, in the order in which components name them."""
+    pieces = [piece for part in spec.components for piece in part.parts]
+    return tuple(dict.fromkeys(name for piece in pieces for name in piece.references if name != "old"))
+
+
 def field_readers(spec: SpecFields) -> dict[str, tuple[str, ...]]:
     """Every field of the batch beside its streams that a component or rule reads, with the names of those who do."""
     found: dict[str, list[str]] = {}
@@ -38,6 +42,16 @@ def field_readers(spec: SpecFields) -> dict[str, tuple[str, ...]]:
     if spec.old == "interpolate":
         found.setdefault("versions", []).append("old='interpolate'")
     return {name: tuple(readers) for name, readers in found.items()}
+
+
+def unit_readers(spec: SpecFields) -> dict[str, tuple[str, ...]]:
+    """``prompt`` or ``episode`` to the names of components and rules that take a statistic over it."""
+    found: dict[str, list[str]] = {}
+    for reader, part in _readers(spec):
+        for piece in part.parts if isinstance(part, Component) else (part,):
+            if piece.straddles:
+                found.setdefault(str(piece.statistic_unit), []).append(reader)
+    return {unit: tuple(readers) for unit, readers in found.items()}
 
 
 def streams_of(spec: SpecFields, component: Component) -> tuple[str, ...]:

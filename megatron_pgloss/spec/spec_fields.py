@@ -55,6 +55,11 @@ class SpecFields(Part):
         """
         return next((part.chosen_ids for part in self.components if part.chosen_ids is not None), None)
 
+    @property
+    def straddling(self) -> tuple[int, ...]:
+        """Indices of the plan-time corrections over prompts or episodes, whose rows may lie on any rank."""
+        return tuple(i for i, rule in enumerate(self.corrections) if rule.straddles and not self.is_late(rule))
+
     def is_late(self, rule: Correction) -> bool:
         """Whether ``rule`` reads the current policy and so acts inside the loss."""
         return rule.ratio_of is not None and (rule.ratio_of == "policy" or self.old == "interpolate")

@@ -151,7 +151,9 @@ def draw_rows(dice: random.Random, spec: pg.LossSpec) -> tuple[list[Row], dict[s
         row["version"] = [made.whole(NOW - 6, NOW) for _ in range(size)]
         row["returns"] = (value + made.normal(size, 0.5)).tolist()
         row["values"] = (value + made.normal(size, 0.3)).tolist()
-        row["streams"] = {"room": [0.1 + made.whole(0, 3) / 10 for _ in range(size)]}
+        row["streams"] = {
+            "room": [0.1 + made.whole(0, 3) / 10 for _ in range(size)], "teacher": objectives.taught(row),
+        }  # fmt: skip
         weights = [dice.choice([1.0, 0.5, 2.0, 0.0 if i else 1.0]) for _ in range(size)]
         row["weights"] = {name: weights for name in ("rl", "ce") if name in spec.names and seed % 3 == 0}
         if empty and i % 3 == 1:

@@ -94,16 +94,16 @@ class Truth:
 
     def of(self, name: str, job: Job) -> tuple[list[Any], float, dict[str, torch.Tensor], list[torch.Tensor]]:
         """Rows, loss, gradients by global name, and values by row."""
-        key = name, job.temperature, job.layers
+        key = name, job.temperature, job.depth
         if key not in self._found:
             self._found[key] = _answer(*key)
         return self._found[key]
 
 
-def _answer(name: str, temperature: bool, layers: int | None) -> Any:
+def _answer(name: str, temperature: bool, layers: int) -> Any:
     kind, make = SPECS[name]
-    chunks, _ = jobs.oracle_model(kind, layers=layers or 4)
-    reference = BUILDERS["gpt"](vocab_size=jobs.VOCAB, seq_length=64, layer_spec="own", layers=layers or 4)
+    chunks, _ = jobs.oracle_model(kind, layers=layers)
+    reference = BUILDERS["gpt"](vocab_size=jobs.VOCAB, seq_length=64, layer_spec="own", layers=layers)
     deterministic_weights(reference, seed=REFERENCE_SEED)
     rows, dice = jobs.rows_of_step(0, temperature=temperature), Dice(5)
     said: dict[str, list[torch.Tensor]] = {"logp": [], "entropy": [], "value": [], "kl": []}
@@ -208,7 +208,7 @@ def refusals() -> dict[str, str]:
         except pg.PGLossError as error:
             found[name] = f"{type(error).__name__}: {error}"
 
-    job = Job(world=4, layers=2)
+    job = Job(world=4)
     chunks, where = jobs.build(job)
     rows = jobs.rows_of_step(0)
     split = job.split

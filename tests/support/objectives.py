@@ -104,6 +104,7 @@ SURROGATES: dict[str, Any] = built(AnySurrogate) | {
     "CISPO, absolute": pg.spec.CISPO(low=0.9, high=1.2, bound="absolute"),
     "FIPO, both": pg.spec.FIPO(half_life=8.0, both=True, delta=None),
     "Surrogate, declaring": pg.Surrogate(declaring, statistics=DECLARED),
+    "Distill, to a teacher": pg.Distill(to="teacher"),
     "GMPO by turn": pg.spec.GMPO(low=0.2, high="room", unit="turn"),
 }
 RATIOS: dict[str, Any] = {name: name for name in SHORT} | {
@@ -112,6 +113,9 @@ RATIOS: dict[str, Any] = {name: name for name in SHORT} | {
     "sum, through": pg.spec.Ratio(statistic="sum", level="turn"),
     "prefix, through": pg.spec.Ratio(statistic="prefix"),
     "prefix of turns": pg.spec.Ratio(statistic="prefix", level="turn", gradient="token"),
+    "of episodes": pg.spec.Ratio(level="episode"),
+    "of episodes, held": pg.spec.Ratio(level="episode", gradient="token"),
+    "of prompts, sum, through, over members": pg.spec.Ratio(level="prompt", statistic="sum", over="members"),
     "own": pg.spec.CustomRatio(from_here_on, needs=("old",)),
 }
 PAIRS = [(s, r) for s in SURROGATES for r in RATIOS if r == "token" or not SURROGATES[s].token_ratio_only]
@@ -119,6 +123,12 @@ PAIRS = [(s, r) for s in SURROGATES for r in RATIOS if r == "token" or not SURRO
 TIS, REJECT = pg.TruncatedIS, pg.spec.Reject
 CORRECTIONS: dict[str, Any] = built(Correction) | {
     **{f"IS by {level}": TIS(level=level, low=0.9, high=1.2) for level in ("sequence", "turn", "geometric")},
+    "IS by episode": TIS(level="episode", low=0.2, high=3.0),
+    "IS by episode, mean 1": TIS(level="episode", high=1.5, normalize=True),
+    "IS by episode, geometric, mean 1": TIS(level="episode_geometric", high=1.07, normalize=True),
+    "IS by prompt, geometric": TIS(level="prompt_geometric", low=0.9, high=1.05),
+    "geometric mean of episodes": pg.spec.RatioMask(unit="episode", low=0.87, high=1.08),
+    "product of prompts": pg.spec.RatioMask(unit="prompt", mean="product", low=0.01, high=50.0),
     "IS by turn, geometric": TIS(level="turn_geometric", high=1.1),
     "IS, mean 1": TIS(high=1.2, normalize=True),
     "IS, mean 1 in the sequence": TIS(high=1.2, normalize="sequence"),
@@ -137,17 +147,22 @@ CORRECTIONS: dict[str, Any] = built(Correction) | {
             ("k2", "mean", "token", 0.05),
             ("k3", "max", "sequence", 0.3),
             ("k3", "sum", "turn", 0.2),
+            ("k1", "mean", "episode", 0.15),
+            ("k2", "max", "episode", 0.25),
+            ("k1", "mean", "prompt", 0.1),
         )
     },
     "veto on both sides": pg.spec.Veto(low=0.5, high=2.0, unit="turn"),
     "stale sequences": pg.spec.Staleness(max_lag=5, level="sequence"),
     "stale turns": pg.spec.Staleness(max_lag=4, level="turn"),
+    "veto of episodes": pg.spec.Veto(low=0.4, high=2.5, unit="episode"),
 }
 MASKS: dict[str, Any] = built(Mask)
 GATES: dict[str, Any] = built(AnyGate) | {
     "TV on both sides": pg.spec.TVGate(low=0.03, high=0.02, sides="both"),
     "TV to old, one side": pg.spec.TVGate(low=None, high=0.02, base="old"),
     "opsm by turn": pg.spec.SequenceGate(threshold=0.01, unit="turn", base="old"),
+    "opsm by episode": pg.spec.SequenceGate(threshold=0.01, unit="episode"),
     "covariance, top": pg.spec.CovarianceGate(select="top", share=0.1),
     "covariance, alone kept": pg.spec.CovarianceGate(select="top", share=0.3, effect="keep"),
     "soft": pg.spec.Gate(fading),
@@ -156,7 +171,7 @@ FORMS = {
     f"{k}, {g}, to {to}, of {base}": pg.KL(estimator=k, gradient=g, to=to, base=base, coef=0.3)
     for k in ("k1", "k2", "k3", "abs")
     for g in ("plain", "k2", "weighted")
-    for to in ("ref", "old", "rollout")
+    for to in ("ref", "old", "rollout", "teacher")
     for base in (("old", "rollout") if g == "weighted" else ("old",))
 }
 
@@ -180,8 +195,13 @@ def step(seed: int = 3) -> tuple[list[Row], dict[str, list[Tensor]]]:
         row["version"] = [dice.whole(NOW - 6, NOW) for _ in range(size)]
         row["returns"] = (value + dice.normal(size, 0.5)).tolist()
         row["values"] = (value + dice.normal(size, 0.3)).tolist()
-        row["streams"] = {"room": [0.1 + dice.whole(0, 3) / 10 for _ in range(size)]}
+        row["streams"] = {"room": [0.1 + dice.whole(0, 3) / 10 for _ in range(size)], "teacher": taught(row)}
     return rows, says
+
+
+def taught(row: Row) -> list[float]:
+    """Log-probs of a second reference: 0.3 above the first, where that stays below 0."""
+    return [min(x + 0.3, -0.1) for x in row["ref"]]
 
 
 def batch(rows: list[Row], spec: pg.LossSpec) -> pg.TokenBatch:
@@ -201,7 +221,7 @@ def batch(rows: list[Row], spec: pg.LossSpec) -> pg.TokenBatch:
         advantages=stream("advantages"), old_logprobs=stream("old"), rollout_logprobs=stream("rollout"),
         ref_logprobs=stream("ref"), values=stream("values"), returns=stream("returns"),
         versions=flat([row["version"] for row in rows], torch.int64),
-        streams={"room": flat([row["streams"]["room"] for row in rows])},
+        streams={name: flat([row["streams"][name] for row in rows]) for name in ("room", "teacher")},
         masks={"keep": flat([row["masks"]["keep"] for row in rows], torch.bool)},
         weights={key: flat([row["weights"][key] for row in rows]) for key in ("rl", "ce") if key in spec.names},
         prompt_ids=[row["prompt"] for row in rows], episode_ids=[row["episode"] for row in rows],

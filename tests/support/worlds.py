@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -41,6 +42,8 @@ SEATS = int(os.environ.get("PGLOSS_SEATS", "8"))
 """The number of ranks that may be alive at a time."""
 RESERVED = SEATS // 2
 """How many seats are reserved: worlds take them only while some test waits for a world."""
+RARE = (50_000, 20, 20)
+"""Thresholds of the garbage collector. Python's own have it search all objects of a test some hundred times a step."""
 TIMEOUT = 300.0
 """Seconds that a world may take from its start. Other worlds and tests run beside it."""
 
@@ -316,6 +319,7 @@ def _rank(rank: int, size: int, folder: str, timeout: float, fn: Callable, args:
     faulthandler.register(signal.SIGUSR1, file=said, all_threads=False)
     error, value = None, b""
     lines = recorder()
+    gc.set_threshold(*RARE)
     try:
         os.environ.update(PGLOSS_WORLD=folder, OMP_NUM_THREADS="1")
         torch.set_num_threads(1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from megatron_pgloss.spec.letters import letter
+from megatron_pgloss.spec.references import Reference
 from megatron_pgloss.spec.surrogates.surrogate import SurrogateKind
 
 __all__ = ["NLL", "Distill", "Reinforce"]
@@ -22,22 +24,30 @@ class Reinforce(SurrogateKind):
 
 class Distill(SurrogateKind):
     """On-policy distillation by policy gradient, ``l = -sg(log ref - log pi) r``: the advantage of a token is the
-    log-prob of the reference (the teacher) minus that of the policy. Reads no advantages.
+    log-prob of the reference (the teacher) minus that of the policy. Reads no advantages. ``to`` names the teacher's
+    stream of log-probs if that is not ``ref``.
 
     prime-rl's ``ref_kl`` is this with ``old="rollout"``, a gate that drops tokens with pi - mu < -0.2, and a k2 drift
     term (`megatron_pgloss.presets.distill`).
     """
 
     kind: Literal["distill"] = "distill"
+    to: Reference = "ref"
+    """The teacher: ``ref``, or the stream of another reference by its name."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The ratio and the reference."""
-        return ("ratio", "ref")
+        """The ratio and the teacher."""
+        return ("ratio", self.to)
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """The teacher."""
+        return (self.to,)
 
     def formula(self, base: str = "old") -> str:
         """The formula in one line."""
-        return "-sg(log ref - log pi) r"
+        return f"-sg(log {letter(self.to, base)} - log pi) r"
 
 
 class NLL(SurrogateKind):

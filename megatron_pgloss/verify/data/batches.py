@@ -26,26 +26,32 @@ def rows_of_step(seed: int = 0, model_fn: Any = None, *, tail: bool = False, **m
 
     Args:
         seed: the seed of everything that is drawn.
-        model_fn: a function from tokens int64 [1, L] to logits float64 [1, L, V]; None: streams are made up.
+        model_fn: a causal function from tokens int64 [N, L] to logits float64 [N, L, V]; None: streams are made up.
         tail: make the rows by `tail_rows` instead of `make_rows`.
         more: arguments for `tail_rows` or `make_rows`.
     """
-    from megatron_pgloss.verify.oracle import oracle_logprobs
-
     rows = tail_rows(**more) if tail else make_rows(seed, **(dict(vocab=VOCAB, max_length=WIDTH) | more))
     if model_fn is not None:
-        with torch.no_grad():
-            scored = [
-                oracle_logprobs(model_fn(torch.tensor(row["tokens"])[None])[0], row["tokens"], row.get("temperature"))[
-                    0
-                ]
-                for row in rows
-            ]
-        attach_streams(rows, scored, seed, scale=0.4 if tail else 0.25)
+        attach_streams(rows, _scored(rows, model_fn), seed, scale=0.4 if tail else 0.25)
     attach_teacher(rows, seed, more.get("vocab", VOCAB))
     attach_kept(rows, seed, more.get("vocab", VOCAB))
     # The name does not depend on the rank that holds the row.
     return [row | {"name": f"r{i}"} for i, row in enumerate(rows)]
+
+
+def _scored(rows: Sequence[Row], model_fn: Any) -> list[torch.Tensor]:
+    """Log-probs of each row's tokens, from one call of the model on all rows: what stands behind a row's last token
+    changes none of them.
+    """
+    from megatron_pgloss.verify.oracle import oracle_logprobs
+
+    ids = [torch.tensor(row["tokens"]) for row in rows]
+    with torch.no_grad():
+        logits = model_fn(torch.nn.utils.rnn.pad_sequence(ids, batch_first=True))
+    return [
+        oracle_logprobs(one[: len(row["tokens"])], row["tokens"], row.get("temperature"))[0]
+        for one, row in zip(logits, rows, strict=True)
+    ]
 
 
 def rounded(rows: Sequence[Row], dtype: torch.dtype) -> list[Row]:

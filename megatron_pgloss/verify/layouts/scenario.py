@@ -22,7 +22,7 @@ class Data:
     temperature: bool = False
     vocab: int = VOCAB
     experts: int = 0
-    layers: int | None = None
+    layers: int = 2
     tail: bool = False
 
 
@@ -43,7 +43,7 @@ class Scenario:
     """Virtual stages per pipeline stage."""
     cp: int = 1
     ep: int = 1
-    split: Split = field(default_factory=lambda: Split(sequences=2))
+    split: Split = field(default_factory=lambda: Split(sequences=3))
     per_token: bool = False
     """``calculate_per_token_loss``."""
     distributed_optimizer: bool = False
@@ -71,7 +71,7 @@ class Scenario:
     experts: int = 0
     """Number of experts; 0: a dense model."""
     layers: int | None = None
-    """Number of layers; None: the default of `megatron_pgloss.verify.layouts.models.ModelConfig`."""
+    """Number of layers; None: one for each stage, but at least two."""
     vocab: int = VOCAB
     """The tokenizer's vocabulary; the model's is this rounded up to a multiple of ``tp``."""
     temperature: bool = False
@@ -105,11 +105,16 @@ class Scenario:
         return None if self.world is None else self.world // self.model_ranks
 
     @property
+    def depth(self) -> int:
+        """The model's number of layers."""
+        return self.layers or max(2, self.pp * (self.vpp or 1))
+
+    @property
     def data(self) -> Data:
         """The model and rows that this layout is compared on."""
         return Data(
             kind=self.kind, tied=self.tied, temperature=self.temperature, vocab=self.vocab, experts=self.experts,
-            layers=self.layers, tail=self.tail,
+            layers=self.depth, tail=self.tail,
         )  # fmt: skip
 
     @property
@@ -129,7 +134,9 @@ class Scenario:
     @property
     def config(self) -> dict[str, Any]:
         """Fields of the model's `ModelConfig`."""
-        fields: dict[str, Any] = dict(vocab_size=self.vocab, seq_length=64, per_token_loss=self.per_token)
+        fields: dict[str, Any] = dict(
+            vocab_size=self.vocab, seq_length=64, layers=self.depth, per_token_loss=self.per_token
+        )
         fields |= {"sequence_parallel": True} if self.sp else {}
         fields |= {"distributed_optimizer": True} if self.distributed_optimizer else {}
         fields |= dict(overlap_grad_reduce=True, bucket_size=2000) if self.overlap else {}
@@ -138,7 +145,6 @@ class Scenario:
         fields |= {"recompute": self.recompute} if self.recompute else {}
         fields |= {"tied": True} if self.tied else {}
         fields |= dict(experts=self.experts, topk=2) if self.experts else {}
-        fields |= {"layers": self.layers} if self.layers else {}
         fields |= dict(moe_aux_coeff=0.1, moe_z_coeff=0.01) if self.own == "moe" else {}
         # Two prediction layers: the input of the second depends on the first.
         fields |= {"extra": dict(mtp_num_layers=2, mtp_loss_scaling_factor=0.3)} if self.own == "mtp" else {}

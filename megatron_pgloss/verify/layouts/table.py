@@ -23,8 +23,7 @@ ROW = Split(sequences=1)
 
 
 def _of(world: int, *rows: dict[str, Any]) -> tuple[Scenario, ...]:
-    stages = [row.get("pp", 1) * row.get("vpp", 1) for row in rows]
-    return tuple(Scenario(world=world, layers=max(2, count), **row) for row, count in zip(rows, stages, strict=True))
+    return tuple(Scenario(world=world, **row) for row in rows)
 
 
 def _mb(count: int) -> Split:
@@ -102,7 +101,7 @@ LAYOUTS: dict[int, tuple[Scenario, ...]] = {
         dict(pp=2, vpp=2),
         dict(pp=2, vpp=2, empty_rank=True, per_token=True),
         # Rows for three micro-batches, which the interleaved schedule does not accept: the plan makes four.
-        dict(pp=2, vpp=2, overlap=True, split=Split(sequences=3)),
+        dict(pp=2, vpp=2, overlap=True),
         dict(pp=2, vpp=2, tied=True, distributed_optimizer=True, per_token=True),
         dict(cp=2),
         dict(cp=2, empty_rank=True, per_token=True),

@@ -71,7 +71,7 @@ def _opsm(gate: Rule, scene: Scene) -> Tensor:
     """Dropped where A < 0 and the mean of log base - log pi over the unit is too large."""
     base = choice(setting(gate, "base", "rollout"), ["old", "rollout"], "base of a gate")
     d_T, vote_T = scene.log_ratio_to(scene.constant_T(base))
-    unit = choice(setting(gate, "unit", "sequence"), ["sequence", "turn"], "unit")
+    unit = choice(setting(gate, "unit", "sequence"), ["sequence", "turn", "episode", "prompt"], "unit")
     mean_M = statistic_of(-d_T.detach(), vote_T, unit, "mean", scene)[scene.index_M]
     return ~((scene.constant("advantages") < 0) & (mean_M > float(gate["threshold"])))
 

@@ -41,7 +41,7 @@ def _kl(scene: Scene) -> Tensor:
     component = scene.component
     estimator = choice(setting(component, "estimator", "k3"), ["k1", "k2", "k3", "abs", "exact"], "KL estimator")
     gradient = choice(setting(component, "gradient", "plain"), ["plain", "k2", "weighted"], "KL gradient")
-    base = choice(setting(component, "to", "ref"), ["ref", "old", "rollout"], "base of a KL")
+    base = str(setting(component, "to", "ref"))  # any stream of log-probs, by its name
     if estimator == "exact":
         if (gradient, base) != ("plain", "ref"):
             raise SpecError("the exact KL is that to the reference", got=(gradient, base))

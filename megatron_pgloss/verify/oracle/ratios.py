@@ -16,6 +16,7 @@ from megatron_pgloss.verify.oracle.scene import Scene
 from megatron_pgloss.verify.oracle.step import choice, setting
 from megatron_pgloss.verify.oracle.terms import call
 
+LEVELS = ["token", "turn", "sequence", "episode", "prompt"]
 # Short name to (level, statistic, what carries the gradient).
 NAMED = {
     "token": ("token", "mean", "through"),
@@ -44,7 +45,7 @@ def ratio_axis(component: Mapping[str, Any]) -> tuple[str, str, str, str]:
     if given.get("kind", "ratio") != "ratio":
         raise SpecError("the oracle knows no such ratio", got=given.get("kind"))
     return (
-        choice(setting(given, "level", "sequence"), ["token", "turn", "sequence"], "level of a ratio"),
+        choice(setting(given, "level", "sequence"), LEVELS, "level of a ratio"),
         choice(setting(given, "statistic", "mean"), ["mean", "sum", "prefix", "prefix_min"], "statistic of a ratio"),
         choice(setting(given, "gradient", "through"), ["through", "token"], "gradient of a ratio"),
         choice(setting(given, "over", "sampled"), ["sampled", "members"], "set of tokens"),

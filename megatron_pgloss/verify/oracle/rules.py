@@ -25,9 +25,14 @@ KINDS = ["truncated_is", "icepop", "ratio_mask", "reject", "veto", "staleness"]
 LEVELS = {
     "sequence": ("sequence", "sum"),
     "turn": ("turn", "sum"),
+    "episode": ("episode", "sum"),
+    "prompt": ("prompt", "sum"),
     "geometric": ("sequence", "mean"),
     "turn_geometric": ("turn", "mean"),
+    "episode_geometric": ("episode", "mean"),
+    "prompt_geometric": ("prompt", "mean"),
 }
+UNITS = ["token", "sequence", "turn", "episode", "prompt"]
 Rule = Mapping[str, Any]
 
 
@@ -128,7 +133,7 @@ def _kept(rule: Rule, scene: Scene) -> Tensor:
     if kind == "icepop":
         low, high = math.log(setting(rule, "low", 0.5)), math.log(setting(rule, "high", 5.0))
         return (log_T >= low) & (log_T <= high)
-    unit = choice(setting(rule, "unit", "sequence"), ["token", "sequence", "turn"], "unit of a correction")
+    unit = choice(setting(rule, "unit", "sequence"), UNITS, "unit of a correction")
     if unit == "token":
         values = _estimates(rule, log_T, scene).tolist()
         return torch.tensor([_inside(value, rule) for value in values], dtype=torch.bool)
@@ -170,7 +175,7 @@ def _estimates(rule: Rule, log_T: Tensor, scene: Scene) -> Tensor:
 
 def _fresh(rule: Rule, scene: Scene) -> Tensor:
     """Bool [T]: sampled at most ``max_lag`` versions ago; the oldest action of a unit may speak for all of it."""
-    level = choice(setting(rule, "level", "token"), ["token", "sequence", "turn"], "level of staleness")
+    level = choice(setting(rule, "level", "token"), UNITS, "level of staleness")
     age_T, action_T = scene.age(), scene.step.flags("action")
     missing = (action_T & scene.step.present_T & age_T.isnan()).nonzero()
     if len(missing):

@@ -132,7 +132,7 @@ class Step:
         missing = [i for i, row in enumerate(self.rows) if row.get(level) is None and len(row["tokens"])]
         if missing:
             raise DataError(
-                f"the normaliser names {level!r}, whose ids were not given",
+                f"the spec names {level!r}, whose ids were not given",
                 where=f"row {missing[0]}",
                 fix=f"give every row a {level} id",
             )
@@ -140,9 +140,12 @@ class Step:
         return [r["prompt"] if level == "prompt" else (r.get("prompt"), r["episode"]) for r in rows]
 
     def units(self, unit: str, keep_T: Tensor) -> list[tuple[list[int], list[int]]]:
-        """The sequences or turns, each as (its tokens that ``keep_T`` flags, all its tokens), both in order."""
+        """The units, each as (its tokens that ``keep_T`` flags, all its tokens), both in order.
+
+        In a prompt or an episode a row that is not there has no say about the others: none of its tokens is flagged.
+        """
         found: dict[Hashable, tuple[list[int], list[int]]] = {}
-        flags = keep_T.tolist()
+        flags = (keep_T & self.present_T if unit in ("prompt", "episode") else keep_T).tolist()
         for t, key in enumerate(self.keys(unit)):
             if key is None:
                 continue

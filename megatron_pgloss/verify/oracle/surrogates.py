@@ -194,8 +194,9 @@ def _real_group(tau: float, scene: Scene, advantage_M: Tensor, s_M: Tensor) -> T
 
 
 def _distill(surrogate: Surrogate, scene: Scene) -> Tensor:
-    """-sg[log ref - log pi] r."""
-    above_M = (scene.constant("ref") - scene.logp()).detach()  # the teacher's advantage is a constant
+    """-sg[log ref - log pi] r, ref being the teacher by its name."""
+    teacher = str(setting(surrogate, "to", "ref"))
+    above_M = (scene.constant(teacher) - scene.logp()).detach()  # the teacher's advantage is a constant
     return -above_M * ratio(scene)
 
 

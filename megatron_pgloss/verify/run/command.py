@@ -172,7 +172,7 @@ def own_layout(given: dict[str, Any], processes: int) -> Scenario:
     kind = "hybrid" if fields.pop("hybrid", False) else "gpt"
     if fields.get("ep", 1) > 1:
         fields.setdefault("experts", EXPERTS)
-    fields |= dict(split=split, kind=kind, layers=max(2, fields.get("pp", 1) * fields.get("vpp", 1)))
+    fields |= dict(split=split, kind=kind)
     layout = Scenario(**fields)
     # Experts are spread over data- and context-parallel ranks.
     unit = layout.tp * layout.pp * max(layout.cp, layout.ep)

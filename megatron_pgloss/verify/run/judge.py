@@ -68,10 +68,10 @@ def oracle_model(kind: str = "gpt", dtype: torch.dtype = torch.float64, **fields
     Args:
         kind: a key of `megatron_pgloss.verify.run.drive.BUILDERS`.
         dtype: the dtype of the weights under test; the float64 model gets the values rounded to it.
-        fields: fields of the model's config.
+        fields: fields of the model's config; the default number of layers is a `Scenario`'s without virtual stages.
     """
     init_parallel()
-    chunks = BUILDERS[kind](**(dict(vocab_size=VOCAB, seq_length=64, layer_spec="own") | fields))
+    chunks = BUILDERS[kind](**(dict(vocab_size=VOCAB, seq_length=64, layers=2, layer_spec="own") | fields))
     deterministic_weights(chunks, seed=WEIGHT_SEED)
     model: Any = chunks[0]
     if dtype is not torch.float64:
@@ -143,9 +143,8 @@ class Judge:
         missing = [name for name in (names or self.specs) if (data, name) not in self._answers]
         if not missing:
             return
-        fields: dict[str, Any] = dict(tied=data.tied, vocab_size=data.vocab)
+        fields: dict[str, Any] = dict(tied=data.tied, vocab_size=data.vocab, layers=data.layers)
         fields |= dict(experts=data.experts, topk=2) if data.experts else {}
-        fields |= {"layers": data.layers} if data.layers else {}
         chunks, model_fn = oracle_model(data.kind, self.precision.dtype, **fields)
         found: list[Any] = [None]
         if dist.get_rank() == 0:
