@@ -26,21 +26,21 @@ from megatron_pgloss.spec.kinds import Kind
 
 _OF_RATIO = ("log_ratio", "ratio")
 Question = tuple[Hashable, Asked, str | None]
-"""Under which key, what is asked, and the unit where that is a prompt or an episode."""
+"""The key of the answer, the statistic that is asked for, and its unit if that is a prompt or an episode."""
 
 
 def settle(
     streams: Sequence[Streams], micro: MicroBatch, spec: LossSpec, rows: JobRows | None = None, *, leaves: bool = False
 ) -> list[dict[Hashable, Tensor]]:
-    """Give every component the statistics that it asks for, and its ratio. Those over prompts and episodes were told by
-    a statistics pass, or are taken here: in the pass itself.
+    """Give every component the statistics that it asks for, and its ratio. Statistics over prompts and episodes come
+    from a statistics pass; in the pass itself they are taken here.
 
     Args:
-        rows: in the pass, this rank's rows, which ``micro`` holds, among those of the job.
+        rows: in the pass, this rank's rows, which ``micro`` holds, among those of the job; else None.
         leaves: make every ratio over a unit a leaf of a new graph, to take derivatives by it.
 
     Returns:
-        Of every component the statistics over prompts and episodes that were taken here, by key: [N] or [2, N].
+        For every component the statistics over prompts and episodes that were taken here, by key: [N] or [2, N].
     """
     for x in streams:
         if not _joined(x.component):
