@@ -93,7 +93,7 @@ def _training(group: argparse._ArgumentGroup) -> None:
 
 def _files(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--out", default="runs/hunt", help="folder for metrics, curve, token page")
-    group.add_argument("--record", metavar="FILE", help="write the rollouts, one JSON object a line")
+    group.add_argument("--record", metavar="FILE", help="write the rollouts, one JSON object per line")
     group.add_argument("--replay", metavar="FILE", help="read rollouts instead of sampling them")
     group.add_argument("--save", metavar="DIR", help="write a distributed checkpoint at the end")
     group.add_argument("--load", metavar="DIR", help="go on from a checkpoint")

@@ -46,7 +46,7 @@ def given_baseline(batches: Batches, rewards: Any, baselines: Any) -> Batches:
 
     Args:
         batches: this rank's rollouts.
-        rewards, baselines: float [S], one a row; the rows of an episode carry the same ones.
+        rewards, baselines: float [S], one per row; the rows of an episode carry the same ones.
 
     Returns:
         the batches with stream ``advantages`` (float64 for float64 rewards, else float32); 0 in rows of a fault.
@@ -146,7 +146,7 @@ def gdpo(
     they are not centred again.
 
     Args:
-        rewards: name to float [S], one a row.
+        rewards: name to float [S], one per row.
         weights: name to w_k, 1 by default.
         scale: ``none`` leaves the sums as they are.
     """

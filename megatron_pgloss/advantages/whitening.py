@@ -92,7 +92,7 @@ def reinforce_plus_plus(
     group: Any = None,
 ) -> tuple[Batches, Moments]:
     """REINFORCE++ (2501.03262): the return of each token, whitened over the tokens of the whole step, or (``statistics=
-    "sequences"``) by mean and deviation of one number a sequence.
+    "sequences"``) by mean and deviation of one number per sequence.
 
     With ``baseline="none"`` it is ``whiten(sum_{k>=t} gamma^(k-t) r_k)``, where r_k is the token's reward
     (``token_rewards``, see `kl_penalty`) plus, on the last action of the episode, the episode's reward. With

@@ -33,14 +33,14 @@ def score(
     into: str,
     under: AbstractContextManager[Any] | None,
 ) -> list[TokenBatch]:
-    """Log-probs of every target or values by ``model`` (None: the step's own) into stream ``into`` of the batches, on
-    every rank. A collective.
+    """The batches with stream ``into`` by ``model`` (None: the step's own): log-probs of every target, or values. The
+    result is there on every rank. A collective.
 
     Args:
         under: a context that is entered for the pass.
 
     Raises:
-        DataError: nobody reads ``into``; or what entering the context raised on any rank, on every rank.
+        DataError: the spec reads no stream ``into``, or entering the context failed on a rank; on every rank.
     """
     with ExitStack() as stack:
         with Caught() as here:

@@ -251,8 +251,8 @@ class PolicyLossStep(Runtime):
             batches: this data-parallel rank's share, as for `begin`.
             model: the chunks to run, with the weights to score by; None: those of the step.
             into: ``old`` with the current weights, ``ref`` or a reference that the spec names (``KL(to=NAME)``) with
-                that one's; ``values`` by a value head.
-            under: a context that is entered for the pass, on every rank: one that switches adapters off, say.
+                the weights of that reference; ``values`` by a value head.
+            under: a context that is entered for the pass on every rank, for example one that switches adapters off.
 
         Returns: the batches with whole rows scored, on every rank.
         """

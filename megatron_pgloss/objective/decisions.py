@@ -175,7 +175,7 @@ def _corrections(one: Looked, plan: Plan, job: Job, found: Decided) -> Tensor:
 
 
 def _counted(rule: Correction, x: Streams, plan: Plan, trained_T: Tensor) -> Tensor:
-    """bool [T]: the tokens whose weights make the mean: all that are trained, or one for each unit of the job."""
+    """bool [T]: the tokens whose weights enter the mean: all that are trained, or one for each unit of the job."""
     if rule.statistic_unit is None:
         return trained_T
     if not rule.straddles:

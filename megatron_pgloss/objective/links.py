@@ -26,14 +26,14 @@ from megatron_pgloss.spec.kinds import Kind
 
 _OF_RATIO = ("log_ratio", "ratio")
 Question = tuple[Hashable, Asked, str | None]
-"""Under which key, what is asked, and the unit where that is a prompt or an episode."""
+"""The key of the answer, the statistic that is asked for, and its unit if that is a prompt or an episode."""
 Asking = Sequence[tuple[Streams, list[Question]]]
 """What every component asks."""
 
 
 def settle(streams: Sequence[Streams], micro: MicroBatch, spec: LossSpec, *, leaves: bool = False) -> None:
-    """Give every component the statistics that it asks for, and its ratio; those over prompts and episodes were told by
-    a statistics pass.
+    """Give every component the statistics that it asks for, and its ratio. Statistics over prompts and episodes come
+    from a statistics pass.
 
     Args:
         leaves: make every ratio over a unit a leaf of a new graph, to take derivatives by it.

@@ -125,8 +125,8 @@ def _composed(inputs: dict[str, Tensor], micro: MicroBatch, keep_tokens: bool) -
 def component_loss(
     x: Streams, micro: MicroBatch, spec: LossSpec
 ) -> tuple[TokenTerm, Late, tuple[Tensor, Tensor, Tensor]]:
-    """One component's term, what acts on it inside the loss, and of both the term as it enters the sum [N], that sum
-    under the plan's weights (0-d float64, without the coefficient), and bool [N]: where it was broken.
+    """One component's term, the gates and late corrections on it, and three results of both: the term as it enters the
+    sum, [N]; its sum under the plan's weights (0-d float64, without the coefficient); and bool [N]: the broken tokens.
     """
     part = x.component
     if isinstance(part, PolicyGradient):

@@ -3,7 +3,7 @@
 The rows of an episode e may lie in any micro-batch and on any rank, and so may the terms that its statistic
 ``s_e = 1/n sum_k d_k`` moves. From a statistics pass each rank knows ``G_e = dL/ds_e``, the derivative of the loss of
 the whole job. In every micro-batch s_e is then a constant, and each of the episode's tokens adds
-``G_e/n (log pi - sg(log pi))``: 0 in value, and what the loss owes to that log-prob through s_e.
+``G_e/n (log pi - sg(log pi))``, whose value is 0 and whose gradient is that of the loss through s_e.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from megatron_pgloss.spec import Component, PolicyGradient, Ratio
 
 def with_slopes(plan: Plan, logp_T: Tensor, entropy_T: Tensor | None) -> Plan:
     """``plan`` with the slope of every component whose ratio over a prompt or episode is differentiated. Where there is
-    one, a collective of the data-parallel ranks: one gather.
+    such a component, it is a collective of the data-parallel ranks: one gather.
 
     Args:
         plan: with the findings of a statistics pass: weights, gates and corrections as the loss will apply them.
-        logp_T: float [T], log-probs of the policy at the start of the step; entropy_T where the spec reads it.
+        logp_T: float [T], log-probs of the policy at the start of the step.
+        entropy_T: its entropy there; None where the spec does not read it.
     """
     assert plan.spec is not None
     axes = {part.name: axis for part in plan.spec.components if (axis := through(part)) is not None}
@@ -63,6 +64,6 @@ def with_slopes(plan: Plan, logp_T: Tensor, entropy_T: Tensor | None) -> Plan:
 
 
 def through(part: Component) -> Ratio | None:
-    """The ratio of ``part`` if it is one over a prompt or episode that is differentiated."""
+    """The ratio of ``part`` if it is over a prompt or episode and is differentiated, else None."""
     axis = part.axis if isinstance(part, PolicyGradient) and part.has_ratio else None
     return axis if isinstance(axis, Ratio) and axis.straddles and axis.gradient == "through" else None

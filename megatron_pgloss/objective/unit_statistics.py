@@ -67,8 +67,8 @@ class UnitStatistics:
         return self._sampled & (self.members | finite_N)
 
     def ask(self, how: How, value_N: Tensor, unit: str = "sequence", over: Over = "sampled") -> Asked:
-        """A statistic over the unit's action tokens as sampled (or members), to be taken together with others. That of
-        a prompt or episode, which the statistics pass alone asks for, is the part of each row, in float64.
+        """A statistic over the unit's action tokens as sampled (or members), to be taken together with others. For a
+        prompt or episode, which only the statistics pass asks for, it is the part of each row, in float64.
         """
         if unit in KEYED:
             unit, value_N = "sequence", value_N.double()

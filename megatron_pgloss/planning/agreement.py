@@ -53,10 +53,10 @@ class Ranks:
 
     @staticmethod
     def named(group: Any, caller: str) -> Ranks:
-        """Those of ``group``: a process group of data-parallel ranks, ``"local"``, or None in a world of one rank.
+        """The ranks of ``group``: a process group of data-parallel ranks, ``"local"``, or None in a world of one rank.
 
         Raises:
-            LayoutError: None in a world of several ranks, or an unknown word.
+            LayoutError: ``group`` is None in a world of several ranks, or an unknown word.
         """
         if isinstance(group, str):
             if group != "local":

@@ -1,7 +1,7 @@
-"""Plan-time corrections: what each says, from frozen log-probs or versions, about every token of this rank. `T` tokens.
+"""The verdicts of plan-time corrections on every token of this rank, from frozen log-probs or versions. `T` tokens.
 
-A data-parallel rank holds whole sequences, so statistics over sequences and turns need no other rank. Those over
-episodes and prompts do: they are `Open` until the numbers of all ranks are there.
+A data-parallel rank holds whole sequences, so statistics over sequences and turns need no other rank. Statistics over
+episodes and prompts do: their corrections are `Open` until the numbers of all ranks have been gathered.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_pgloss.spec.corrections import Correction
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A correction over prompts or episodes, and its statistic, of which this rank has the part of each of its rows."""
+    """A correction over prompts or episodes, with its statistic: this rank has the parts of its own rows."""
 
     rule: Correction
     evidence: Evidence
@@ -32,7 +32,7 @@ class Open:
 
     @property
     def unsaid(self) -> Verdict:
-        """What stands for its verdict until it is said: nothing is rejected, and nothing is weighed."""
+        """The verdict that stands in until the real one is known: nothing is rejected, and nothing is weighed."""
         every_T = torch.ones_like(self.evidence.voters_N)
         one_T = every_T.double()
         weighs = self.rule.weighs
@@ -48,18 +48,18 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """What the plan-time corrections say."""
+    """The verdicts of the plan-time corrections."""
 
     said: list[Verdict | None]
     """One entry per correction of the spec; None for those that act inside the loss."""
     open: dict[int, Open]
-    """Those of them over prompts and episodes, by their place in the spec."""
+    """The corrections over prompts and episodes, by their index in the spec."""
 
     def completed(self, answers: list[Tensor]) -> list[Verdict | None]:
-        """``said`` with the verdicts of the open ones.
+        """``said`` with the verdicts of the open corrections.
 
         Args:
-            answers: to what each of them asks, in order; [2, T].
+            answers: the answer to the statistic of each open correction, in order; [2, T].
         """
         found = list(self.said)
         for (i, one), joined_2T in zip(self.open.items(), answers, strict=True):
@@ -68,7 +68,7 @@ class Verdicts:
 
 
 def verdicts(batch: TokenBatch, spec: LossSpec, version: int | None) -> Verdicts:
-    """What the plan-time corrections of ``spec`` say, from the rows of this rank.
+    """The verdicts of the plan-time corrections of ``spec``, from the rows of this rank.
 
     Args:
         version: the current version, for `Staleness`.

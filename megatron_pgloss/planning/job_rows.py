@@ -1,8 +1,8 @@
 """Statistics over prompts and episodes, whose rows may lie on any data-parallel rank. `S` rows of this rank, `K` of all
 ranks, `U` units that this rank holds a row of.
 
-What travels is a number of each row, which no partition changes, and its unit's key. Each rank adds up those of its own
-units, exactly rounded, so that every rank and every layout finds the same bits.
+The ranks gather a number of each row, which does not depend on the layout, with the key of its unit. Each rank adds up
+the numbers of its own units with one exact rounding, so that every rank and every layout finds the same bits.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class JobRows:
     """This rank's rows among those of the job."""
 
     units: Units | None
-    """None: this rank has no rows."""
+    """The units of this rank's rows; None: it has no rows."""
     there_S: Tensor
-    """bool [S]: the rows that are there (`megatron_pgloss.planning.presence`); others have no say."""
+    """bool [S]: the rows that count (`megatron_pgloss.planning.presence`); others enter no statistic."""
     ranks: Ranks
     most: int
-    """How many rows the rank with the most of them has; the same number on every rank."""
+    """The largest number of rows of any rank, the same on every rank."""
 
     def answers(self, asked: Sequence[Asked], units: Sequence[str]) -> list[Tensor]:
-        """The answers to statistics over the units of that name. A collective of the data-parallel ranks: one gather,
+        """The answers to statistics over prompts and episodes. A collective of the data-parallel ranks: one gather,
         however many statistics there are.
 
         Args:
-            asked: of each statistic its part at each *row* of this rank, that of a unit "sequence"; ``[]`` where the
+            asked: for each statistic its part of each *row* of this rank, as for the unit "sequence"; ``[]`` where the
                 rank has no rows.
             units: ``prompt`` or ``episode`` for each statistic, the same on every rank.
 
@@ -71,11 +71,11 @@ class JobRows:
         return found
 
     def firsts(self, alive_SC: Tensor, units: Sequence[str]) -> Tensor:
-        """bool [S, C]: the one row of the whole job that stands for its unit, of those that are alive. A collective of
-        the data-parallel ranks.
+        """bool [S, C]: for every unit of the whole job the one row that stands for it, among the rows that are alive. A
+        collective of the data-parallel ranks.
 
         Args:
-            alive_SC: bool [S, C].
+            alive_SC: bool [S, C], the rows that may stand for their unit.
             units: the unit of each column, the same on every rank.
         """
         rows = self._gathered(alive_SC.to(torch.int64), units)

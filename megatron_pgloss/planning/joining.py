@@ -1,5 +1,5 @@
-"""Plan-time corrections over prompts and episodes, whose rows may lie on any rank: said by what all ranks know. `S`
-rows of this rank, `C` pairs of a normalised correction and a component.
+"""Plan-time corrections over prompts and episodes, whose rows may lie on any rank: their verdicts from the numbers of
+all ranks. `S` rows of this rank, `C` pairs of a normalised correction and a component.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def whole_rows(local: Local, spec: LossSpec | None, ranks: Ranks, most: int) -> 
     """This rank's rows among those of the job.
 
     Args:
-        most: how many the rank with the most of them has.
+        most: the largest number of rows of any rank.
     """
     if local.batch is None or spec is None:
         return JobRows(units=None, there_S=torch.zeros(0, dtype=torch.bool), ranks=ranks, most=most)
@@ -27,11 +27,11 @@ def whole_rows(local: Local, spec: LossSpec | None, ranks: Ranks, most: int) -> 
 
 
 def joined(local: Local, spec: LossSpec, rows: JobRows, here: Caught) -> Local:
-    """``local`` counted anew, with what the corrections over prompts and episodes say. A collective of the
-    data-parallel ranks: one gather of the statistics of all of them, and one where some are normalised.
+    """``local`` counted anew, with the verdicts of the corrections over prompts and episodes. A collective of the
+    data-parallel ranks: one gather for the statistics of all of them, and one more where some are normalised.
 
     Args:
-        here: keeps what is raised on this rank until all ranks are there.
+        here: keeps an error of this rank until the gather after it.
     """
     asked = [] if local.members is None else [one.asked for one in local.members.open.values()]
     answers = rows.answers(asked, [str(spec.corrections[i].statistic_unit) for i in spec.straddling])

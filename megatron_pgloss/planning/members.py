@@ -62,13 +62,13 @@ class Members:
 
     sets: list[ComponentSet]
     verdicts: list[Verdict | None]
-    """What each correction of the spec says at plan time; None for those that act inside the loss."""
+    """The verdict of each correction of the spec at plan time; None for those that act inside the loss."""
     open: dict[int, frozen.Open]
-    """Corrections over prompts and episodes, by their place in the spec: until `joined`, ``verdicts`` has what stands
-    for theirs."""
+    """Corrections over prompts and episodes, by their index in the spec; before `joined`, ``verdicts`` has stand-ins
+    for their verdicts."""
     heads: Heads = field(default_factory=dict)
-    """Normalised ones of them and component to bool [S]: the rows of this rank that stand for their units in the mean
-    weight, in which each unit of the job counts once."""
+    """(Normalised correction over prompts or episodes, component) to bool [S]: the rows of this rank that stand for
+    their units in the mean weight, in which each unit of the job counts once."""
 
 
 def find(
@@ -91,10 +91,10 @@ def find(
 
 
 def joined(found: Members, batch: TokenBatch, spec: LossSpec, answers: list[Tensor]) -> Members:
-    """``found`` with what the corrections over prompts and episodes say, from the numbers of all ranks.
+    """``found`` with the verdicts of the corrections over prompts and episodes, from the numbers of all ranks.
 
     Args:
-        answers: to what each of ``found.open`` asks, in order.
+        answers: the answer to the statistic of each of ``found.open``, in order.
     """
     verdicts = frozen.Verdicts(found.verdicts, found.open).completed(answers)
     sets = [component_set(batch, part, spec, verdicts) for part in spec.components]
@@ -102,7 +102,7 @@ def joined(found: Members, batch: TokenBatch, spec: LossSpec, answers: list[Tens
 
 
 def headed(found: Members, batch: TokenBatch, spec: LossSpec, heads: Heads) -> Members:
-    """``found`` with the sums and numbers of weights that means over prompts and episodes are made of."""
+    """``found`` with the sums and numbers of weights from which the means over prompts and episodes are made."""
     sets = [
         replace(
             item,

@@ -53,7 +53,7 @@ class Plan:
     ledger: Ledger
     """Which rows were updated on, and what was recorded of them."""
     most_rows: int
-    """How many rows the rank with the most of them has."""
+    """The largest number of rows of any rank."""
     decided: bool = False
     """Whether a statistics pass was made."""
 

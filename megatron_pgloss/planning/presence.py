@@ -1,4 +1,4 @@
-"""Which rows are there: those that hold a token of some component, and that no fault ended. `S` rows, `T` tokens."""
+"""The rows that count: those that hold a token of some component, and that no fault ended. `S` rows, `T` tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_pgloss.spec import Component, LossSpec
 
 
 def base(batch: TokenBatch, component: Component) -> Tensor:
-    """bool [T]: the tokens the component is defined on, by authorship."""
+    """bool [T]: the tokens that the component runs over, by their author."""
     return batch.action_T if component.over == "action" else batch.target_T
 
 
 def empty_rows(batch: TokenBatch, spec: LossSpec) -> Tensor:
-    """bool [S]: rows with tokens but without one that any component is defined on."""
+    """bool [S]: rows with tokens, but without one that a component runs over."""
     any_T = torch.zeros_like(batch.action_T)
     for part in spec.components:
         any_T = any_T | base(batch, part)

@@ -100,9 +100,9 @@ def per_unit(value_T: Tensor, index_T: Tensor, units: int) -> Tensor:
 
 
 def distinct(keys_K2: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct rows of int64 ``[K, 2]`` in order, and int64 ``[K]``: which of them each row is.
+    """The distinct rows of int64 ``[K, 2]`` in order, and int64 ``[K]``: the index of each row among them.
 
-    ``torch.unique(dim=0)`` by two sorts of integers, several times as fast.
+    This is ``torch.unique(dim=0)`` by two sorts of integers, several times as fast.
     """
     order_K = torch.argsort(keys_K2[:, 1], stable=True)
     order_K = order_K[torch.argsort(keys_K2[order_K, 0], stable=True)]

@@ -62,8 +62,8 @@ def _read_at_members(spec: LossSpec, part: Component) -> list[str]:
 
 def _read_by_statistics(batch: TokenBatch, spec: LossSpec, tokens: ComponentSet) -> dict[str, Tensor]:
     """Stream to bool [T]: the action tokens, trained or not, at which a statistic over a unit reads it, in the units
-    that hold a member (over prompts and episodes: in all rows that are there). A statistic runs over the tokens as
-    sampled: without one of them it would be another number.
+    that hold a member (over prompts and episodes: in all rows that count). A statistic runs over the tokens as sampled:
+    without one of them it would be another number.
     """
     part, found = tokens.component, dict[str, Tensor]()
     rules = [rule for rule in (*spec.gates, *spec.corrections) if rule.acts_on(part)]

@@ -21,8 +21,8 @@ def voters(batch: TokenBatch, spec: LossSpec, *, version: int | None = None, gro
     """Rows with at least one token left in a policy-gradient component after faults, masks and rejections.
 
     For ``voters=`` of `megatron_pgloss.advantages`: an episode that leaves the loss must not move the baseline of the
-    others. Masks that read the advantage are left out: the advantage is yet to be computed. Where the spec has
-    corrections over prompts or episodes, a collective of ``group``.
+    others. Masks that read the advantage are left out, because the advantage has not been computed yet. Where the spec
+    has corrections over prompts or episodes, it is a collective of ``group``.
 
     Args:
         batch: rollouts, with the streams that the spec's corrections read.
@@ -33,9 +33,9 @@ def voters(batch: TokenBatch, spec: LossSpec, *, version: int | None = None, gro
         bool [S].
 
     Raises:
-        DataError: a stream or the ids that a correction reads are absent; of corrections over prompts or episodes on
-            every rank alike.
-        LayoutError: such corrections, and no ``group`` in a world of several ranks.
+        DataError: a stream or the ids that a correction reads are absent; on every rank alike if a correction is over
+            prompts or episodes.
+        LayoutError: there is such a correction, and no ``group`` in a world of several ranks.
     """
     masks = tuple(mask for mask in spec.masks if "advantages" not in mask.reads)
     without = spec.replace(masks=masks)
@@ -48,7 +48,7 @@ def voters(batch: TokenBatch, spec: LossSpec, *, version: int | None = None, gro
 
 
 def _verdicts(batch: TokenBatch, spec: LossSpec, version: int | None, group: Any) -> list[Verdict | None]:
-    """What the plan-time corrections say, over prompts and episodes from the rows of all ranks."""
+    """The verdicts of the plan-time corrections; those over prompts and episodes are from the rows of all ranks."""
     if not spec.straddling:
         return frozen.verdicts(batch, spec, version).said
     ranks = Ranks.named(group, "voters")

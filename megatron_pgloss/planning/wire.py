@@ -58,7 +58,7 @@ class Agreed:
     unit_rows: int
     """How many rows each rank has in the keyed gather."""
     most_rows: int
-    """How many sequences the rank with the most of them has."""
+    """The largest number of sequences of any rank."""
     dtype: torch.dtype
     """Dtype of weights and of the float streams that the loss reads."""
 

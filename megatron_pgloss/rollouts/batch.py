@@ -169,8 +169,8 @@ class TokenBatch:
             name: name of the stream.
             stream_T: [T], or [T, k] for a stream of several numbers per token; already target-aligned: position t is
                 about ``targets_T[t]``. Its type is that of the table: float32 or float64, int64, bool.
-            add: whether it may be a stream of the user's own that the batch does not have yet, a teacher's log-probs
-                say.
+            add: whether it may be a stream of the user's own that the batch does not have yet, such as a teacher's
+                log-probs.
 
         Raises:
             DataError: there is no such stream, or its shape or type does not fit.

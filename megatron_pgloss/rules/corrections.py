@@ -52,8 +52,8 @@ class Joined:
 
 
 def asked(rule: Correction, x: Evidence) -> Asked | None:
-    """The statistic over units that the rule takes, or None; over prompts or episodes (`Kind.straddles`) the part of it
-    is that of each row.
+    """The statistic over units that the rule takes, or None. Over prompts or episodes (`Kind.straddles`) it is the part
+    of each row.
     """
     if rule.statistic_unit is None:
         return None

@@ -65,7 +65,7 @@ class KL(Component):
 
     @property
     def references(self) -> tuple[str, ...]:
-        """What pi is compared with."""
+        """The stream of the policy that pi is compared with; none for the exact KL."""
         return () if self.estimator == "exact" else (self.to,)
 
     @property

@@ -39,7 +39,7 @@ class TruncatedIS(RatioCorrection):
         "token", "sequence", "turn", "episode", "prompt",
         "geometric", "turn_geometric", "episode_geometric", "prompt_geometric",
     ] = "token"  # fmt: skip
-    """``geometric`` alone is that of the sequence."""
+    """The ratio that the weight is made of; ``geometric`` is the geometric mean over the sequence."""
     low: Distance = 0.0
     """Weights below it are raised to it; with 0 none is."""
     high: Positive = 2.0

@@ -18,7 +18,7 @@ from megatron_pgloss.spec.base import Part
 from megatron_pgloss.spec.levels import KEYED
 
 COMPUTED = ("entropy", "kl", "chosen", "value")
-"""What a kind may read of the model's outputs, and not of the batch."""
+"""Names in `reads` that are outputs of the model, not streams of the batch."""
 
 
 class Kind(Part):
@@ -40,7 +40,7 @@ class Kind(Part):
 
     @property
     def references(self) -> tuple[str, ...]:
-        """Of what it `reads`, the streams that hold another policy's log-probs, by whatever name."""
+        """The streams among `reads` that hold another policy's log-probs, under any name."""
         return ()
 
     @property

@@ -66,7 +66,7 @@ def token_logprobs(
         lse: also return log-sum-exp in nats, with its gradient (for a z-loss).
         ref_logits: the reference model's logits, of the same shape and any of the dtypes; a constant. If given, also
             return the exact KL(p || q) over the vocabulary, with its gradient; q is the reference's distribution at
-            the same temperature. The pass still makes one collective, of two more numbers a token. It runs on the
+            the same temperature. The pass still makes one collective, of two more numbers per token. It runs on the
             eager backend alone.
         chosen_ids: int64 [..., k], -1 where a token has fewer than k: also return the log-probs at these ids, each with
             its gradient (a teacher's top-k, for `TopKDistill`). The pass still makes one collective, of k more numbers

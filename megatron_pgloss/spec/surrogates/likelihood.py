@@ -42,7 +42,7 @@ class Distill(SurrogateKind):
 
     @property
     def references(self) -> tuple[str, ...]:
-        """The teacher."""
+        """The teacher's stream."""
         return (self.to,)
 
     def formula(self, base: str = "old") -> str:
