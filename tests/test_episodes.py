@@ -149,15 +149,19 @@ def test_the_oldest_token_of_an_episode_decides_for_all_of_it() -> None:
 
 
 def test_a_row_that_is_not_there_has_no_say() -> None:
-    """The third row ended in a fault, with nothing on it: episode 0 is the first row alone."""
-    lost = {name: [*values[:6], NAN, NAN] for name, values in LEFT.items()}
-    whole = batch(**lost, terminations=["success", "success", "fault"])
-    near(weights_of(whole, reinforce(pg.TruncatedIS(level="episode", high=100.0))), [2, 1, 1], 1e-14)
-    assert weights_of(whole, reinforce(pg.Veto(unit="episode", low=0.3, high=3.0))) == [1.0]
-    # One without a token of any component does not either, where it is left out.
-    whole = batch(terminations=["success", "success", "success"])
-    spec = reinforce(pg.Veto(unit="episode", low=0.3, high=3.0), empty_sequences="exclude")
-    assert weights_of(whole, spec) == []
+    """The third row ended in a fault, whatever stands on it: episode 0 is the first row alone."""
+    for lost in ({}, {name: [*values[:6], NAN, NAN] for name, values in LEFT.items()}):
+        whole = batch(**lost, terminations=["success", "success", "fault"])
+        near(weights_of(whole, reinforce(pg.TruncatedIS(level="episode", high=100.0))), [2, 1, 1], 1e-14)
+        assert weights_of(whole, reinforce(pg.Veto(unit="episode", low=0.3, high=3.0))) == [1.0]
+    # One without a token of any component does not either: the second row, of ratio 8, has no observation.
+    pair = pictured("cAo", "cA", episode_ids=[0, 0], **ratios(1, 1, 1, 1, 8))
+    answers = pg.LossSpec(
+        components=[pg.CrossEntropy(normalizer="sum(token)")], empty_sequences="exclude",
+        corrections=[pg.Veto(unit="episode", high=7.0, on=("ce",))],
+    )  # fmt: skip
+    assert weights_of(pair, answers, "ce") == [1.0]
+    assert weights_of(pair, answers.add(pg.Entropy()), "ce") == []  # now it is there
 
 
 def test_a_number_that_is_none_is_refused_wherever_its_row_lies() -> None:

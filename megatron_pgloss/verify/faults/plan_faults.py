@@ -59,10 +59,12 @@ def _denominator_unmasked(right: Any, at: Place) -> Any:
 
 def _no_importance(right: Any, at: Place) -> Any:
     def wrong(*args: Any) -> Any:
-        return [
+        found = right(*args)
+        said = [
             one if one is None or one.weight is None else replace(one, weight=torch.ones_like(one.weight))
-            for one in right(*args)
+            for one in found.said
         ]
+        return replace(found, said=said)
 
     return wrong
 
@@ -146,7 +148,7 @@ def _ratio_one(right: Any, at: Place) -> Any:
 
 
 def _old_for_ref(right: Any, at: Place) -> Any:
-    return lambda self: self.old
+    return lambda self, name: self.old
 
 
 def _divided_again(right: Any, at: Place) -> Any:
@@ -240,7 +242,7 @@ PLAN_FAULTS = (
         imitates="old log-probs are recomputed with the current weights: ratio 1", shows=EVERYWHERE,
     ),
     Fault(
-        name="kl to old", target="megatron_pgloss.objective.streams:Streams.ref", make=_old_for_ref,
+        name="kl to old", target="megatron_pgloss.objective.streams:Streams.policy", make=_old_for_ref,
         imitates="the wrong log-prob stream is the reference", shows=EVERYWHERE,
     ),
     Fault(
