@@ -30,7 +30,7 @@ class JobRows:
     """bool [S]: the rows that are there (`megatron_pgloss.planning.presence`); others have no say."""
     ranks: Ranks
     most: int
-    """How many rows the rank with the most of them has; the same number on every rank."""
+    """How many rows the rank with the most of them has, 1 or more; the same number on every rank."""
 
     def answers(self, asked: Sequence[Asked], units: Sequence[str]) -> list[Tensor]:
         """The answers to statistics over the units of that name. A collective of the data-parallel ranks: one gather,
