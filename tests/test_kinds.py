@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from megatron_pgloss.spec import FAMILIES, LEVELS, Kind, kinds, latex, parse
 from megatron_pgloss.spec.divisors import DIVISORS, Divisor
 from megatron_pgloss.spec.functions import Function
 from megatron_pgloss.spec.kinds import name_of
+from megatron_pgloss.spec.levels import Unit
 from megatron_pgloss.spec.rule import Rule
 from megatron_pgloss.verify.oracle import gates as oracle_gates
 from megatron_pgloss.verify.oracle import losses as oracle_losses
@@ -101,7 +102,7 @@ def test_a_kind_says_what_it_is(family: str, kind: type[Kind]) -> None:
     assert inspect.getdoc(kind) and kind.__doc__, f"{kind.__name__} has no docstring"
     if isinstance(part, Rule):
         assert asked(kind, "short name (reason)", lambda: part.reason), f"{kind.__name__} has no short name"
-    assert part.statistic_unit in (None, "sequence", "turn"), f"{kind.__name__} takes a statistic of no known unit"
+    assert part.statistic_unit in (None, *get_args(Unit)), f"{kind.__name__} takes a statistic of no known unit"
 
 
 @each

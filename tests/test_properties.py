@@ -107,7 +107,7 @@ def poisoned(name: str, garbage: list[float]) -> Answer:
         new = row | {
             key: filled(row[key], where) for key in ("advantages", "old", "rollout", "ref", "values", "returns")
         }
-        new["streams"] = {"room": filled(row["streams"]["room"], where)}
+        new["streams"] = {key: filled(values, where) for key, values in row["streams"].items()}
         new["weights"] = {k: filled(w, where) if k == part else w for k, w in row["weights"].items()}
         new["version"] = [v if here else -(10**9) for v, here in zip(row["version"], row["action"], strict=True)]
         changed.append(new)

@@ -30,7 +30,7 @@ class JobRows:
     """bool [S]: the rows that count (`megatron_pgloss.planning.presence`); others enter no statistic."""
     ranks: Ranks
     most: int
-    """The largest number of rows of any rank, the same on every rank."""
+    """The largest number of rows of any rank, 1 or more; the same on every rank."""
 
     def answers(self, asked: Sequence[Asked], units: Sequence[str]) -> list[Tensor]:
         """The answers to statistics over prompts and episodes. A collective of the data-parallel ranks: one gather,

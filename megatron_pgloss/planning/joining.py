@@ -15,15 +15,16 @@ from megatron_pgloss.planning.units import per_row
 from megatron_pgloss.spec import LossSpec
 
 
-def whole_rows(local: Local, spec: LossSpec | None, ranks: Ranks, most: int) -> JobRows:
+def rows_of_job(local: Local, spec: LossSpec | None, ranks: Ranks, most: int) -> JobRows:
     """This rank's rows among those of the job.
 
     Args:
         most: the largest number of rows of any rank.
     """
-    if local.batch is None or spec is None:
-        return JobRows(units=None, there_S=torch.zeros(0, dtype=torch.bool), ranks=ranks, most=most)
-    return JobRows(units=local.units, there_S=presence.present_rows(local.batch, spec), ranks=ranks, most=most)
+    units, there_S = None, torch.zeros(0, dtype=torch.bool)
+    if local.batch is not None and spec is not None:
+        units, there_S = local.units, presence.present_rows(local.batch, spec)
+    return JobRows(units=units, there_S=there_S, ranks=ranks, most=max(most, 1))
 
 
 def joined(local: Local, spec: LossSpec, rows: JobRows, here: Caught) -> Local:

@@ -155,7 +155,7 @@ class Plan:
     @property
     def job_rows(self) -> JobRows:
         """This rank's rows among those of the job."""
-        return joining.whole_rows(self.local, self.spec, self.ranks, self.most_rows)
+        return joining.rows_of_job(self.local, self.spec, self.ranks, self.most_rows)
 
     def report(self) -> str:
         """The plan in words: layout, counts per level and component, tokens per mask rule and reason."""
@@ -180,6 +180,10 @@ def plan(
     version: int | None = None,
 ) -> Plan:
     """Plan one optimizer step. A collective: every rank of the job calls it, also with no batches.
+
+    One gather of a row over the world; where a normaliser names prompts or episodes, one over the data-parallel ranks.
+    Corrections over prompts or episodes take one more over these ranks (two where some are normalised) and the row once
+    more.
 
     Args:
         batches: this rank's rollouts; ``[]`` is legal where others have some.
@@ -207,9 +211,8 @@ def plan(
         here.row, here.about = wire.pack(local, asked, ranks, asked.digest), wire.fields(local, asked)
     agreed = wire.read(here.gather(ranks), asked)
     if asked.spec is not None and asked.spec.straddling:
-        with Carried() as here:
-            pass
-        local = joining.joined(local, asked.spec, joining.whole_rows(local, asked.spec, ranks, agreed.most_rows), here)
+        here, rows = Carried(), joining.rows_of_job(local, asked.spec, ranks, agreed.most_rows)
+        local = joining.joined(local, asked.spec, rows, here)
         with here:
             here.row = wire.pack(local, asked, ranks, asked.digest)
         agreed = wire.read(here.gather(ranks), asked)

@@ -57,7 +57,7 @@ def _verdicts(batch: TokenBatch, spec: LossSpec, version: int | None, group: Any
         faults.check_units(batch, spec)
         found = frozen.verdicts(batch, spec, version)
         here.row = pack({"spec": spec.digest, "rows": len(batch)}, torch.zeros(0, dtype=torch.int64))
-    most = int(here.gather(ranks)[:, FIELDS.index("rows")].max())
+    most = max(int(here.gather(ranks)[:, FIELDS.index("rows")].max()), 1)
     rows = JobRows(units=units.find(batch), there_S=present_rows(batch, spec), ranks=ranks, most=most)
     asked = [one.asked for one in found.open.values()]
     return found.completed(rows.answers(asked, [str(one.rule.statistic_unit) for one in found.open.values()]))
