@@ -179,17 +179,17 @@ PLAIN = {name: s for name, s in SURROGATES.items() if s.kind not in ("real", "di
     ),
 )  # fmt: skip
 def test_equal_policies_have_ratio_one_and_the_plain_policy_gradient(name: str, ratio: str) -> None:
-    """One advantage a row and no user weights, for a gradient through a mean shares what its unit has."""
+    """One advantage an episode and no user weights, for a gradient through a mean shares what its unit has."""
     surrogate = PLAIN[name]
     if surrogate.token_ratio_only and ratio != "token":
         return
     rows, says = step()
-    same = [row | {"old": x.tolist(), "advantages": [row["advantages"][-1] or 1.0] * len(x),
+    worth = {(row["prompt"], row["episode"]): row["advantages"][-1] or 1.0 for row in rows}
+    same = [row | {"old": x.tolist(), "advantages": [worth[row["prompt"], row["episode"]]] * len(x),
              "weights": {"rl": [1.0] * len(x)}}
             for row, x in zip(rows, says["logp"], strict=True)]  # fmt: skip
-    path = (
-        "mean(turn) > mean(token)" if "turn" in str(RATIOS[ratio]) or "turn" in name else "mean(sequence) > mean(token)"
-    )
+    unit = next((unit for unit in ("turn", "episode") if unit in str(RATIOS[ratio]) or unit in name), "sequence")
+    path = f"mean({unit}) > mean(token)"
     through = (
         getattr(RATIOS[ratio], "gradient", "token") == "through" and getattr(RATIOS[ratio], "statistic", "") != "mean"
     )
