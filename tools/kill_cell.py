@@ -24,13 +24,17 @@ from typing import Any
 
 from kill_rank import LAYOUTS, Cell, run_rank
 
-__all__ = ["LAYOUTS", "SLACK", "Cell", "judge", "run_cell"]
+__all__ = ["LAYOUTS", "SLACK", "Cell", "TooSlowError", "judge", "run_cell"]
 
 SLACK = 10.0
 """Seconds beyond the timeout within which every peer must have ended."""
 _START = 90.0
 """Seconds that a cell may take until its fault happens: the machine may be busy."""
 _ADDRESS = ("10.213.7.1", "10.213.7.2")
+
+
+class TooSlowError(RuntimeError):
+    """The cell's fault was never reached: the machine is too busy for this timeout, and nothing was learnt."""
 
 
 def run_cell(cell: Cell, limit: float, *, show: bool = False) -> dict[str, Any]:
@@ -40,6 +44,9 @@ def run_cell(cell: Cell, limit: float, *, show: bool = False) -> dict[str, Any]:
         ``seconds`` from the fault to the peer's end (of both ranks, if the network was cut), None where it did not end;
         ``error``, the peer's exception with its notes, empty where its step went through; ``lines`` of its log that
         speak of the guilty rank or the store, and ``own``, those of the guilty rank; ``ok``, as `judge` has it.
+
+    Raises:
+        TooSlowError: try again, or with a longer timeout.
     """
     with tempfile.TemporaryDirectory(prefix="pgloss-kill-") as name:
         folder = Path(name)
@@ -48,9 +55,12 @@ def run_cell(cell: Cell, limit: float, *, show: bool = False) -> dict[str, Any]:
         if not (folder / "ready").exists():
             raise RuntimeError(f"{cell.name}: no start\n{(folder / 'launcher.log').read_text()}")
         found = _found(cell, folder)
+        happened = (folder / "fault").exists()
         if show:
             for file in sorted(folder.glob("*.log")):
                 print(f"---- {file.name}\n{file.read_text()}")
+    if not happened:
+        raise TooSlowError(f"{cell.name}: the groups' {limit:g} s were over before the fault; {found['error'][:200]}")
     return found | {"ok": judge(cell, found, limit)}
 
 

@@ -29,7 +29,9 @@ class Cell:
     layout: str
     guilty: int
     phase: str
-    """``begin`` and ``finish``: inside them; ``forward``, ``backward``, ``score``, ``verify``: at micro-batch 1."""
+    """``begin`` and ``finish``: inside them; ``forward``, ``loss``, ``backward``, ``score``, ``verify``: at micro-batch
+    1.
+    """
     store: str = "launcher"
     """Who holds the job's store: the launcher, as with torchrun, or rank 0."""
 
@@ -85,7 +87,7 @@ class Fault:
         write(self.folder / "fault", time.time())
         kind = self.cell.fault
         if kind == "raise":
-            raise ValueError(MESSAGE)
+            raise ValueError(MESSAGE if self.cell.phase in ("begin", "finish") else f"{MESSAGE}\nand a second line")
         if kind == "late":
             time.sleep(0.8 * self.limit)
         elif kind == "cut":
@@ -102,7 +104,7 @@ def _step(cell: Cell, limit: float, happen: Callable[[], None]) -> None:
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
-    from megatron_pgloss import Split, presets
+    from megatron_pgloss import LossSpec, Split, Term, presets
     from megatron_pgloss.megatron import PolicyLossStep
     from megatron_pgloss.verify.data.batches import batch_of, rows_of_step, share
     from megatron_pgloss.verify.layouts.models import build_gpt, init_parallel
@@ -114,7 +116,10 @@ def _step(cell: Cell, limit: float, happen: Callable[[], None]) -> None:
     where = init_parallel(**LAYOUTS[cell.layout])
     chunks = build_gpt(vocab_size=32, seq_length=64, layers=2, hidden=16, ffn=16)
 
+    seen: list[int] = []
+
     def run(model: Any, micro: Any, inputs: Any) -> Any:
+        seen[:] = [micro.number]
         here = micro.number == 1
         if here and cell.phase in ("forward", "score"):
             happen()
@@ -123,7 +128,14 @@ def _step(cell: Cell, limit: float, happen: Callable[[], None]) -> None:
             output.register_hook(lambda grad: happen())
         return output
 
-    step = PolicyLossStep(presets.reinforce(), chunks, split=Split(sequences=2), forward=run)
+    def term(x: Any) -> Any:
+        if seen == [1]:
+            happen()
+        return -x.logp * x.advantage
+
+    own = LossSpec(components=[Term("own", term, needs=("advantages",))])
+    spec = own if cell.phase == "loss" else presets.reinforce()
+    step = PolicyLossStep(spec, chunks, split=Split(sequences=2), forward=run)
     batches = [batch_of(share(rows_of_step(0, max_length=13), where.dp_rank, where.dp))]
     if cell.phase == "score":
         step.score(batches, into="ref")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import json
 import re
 import sys
 import tempfile
@@ -246,9 +247,18 @@ def faults() -> str:
     return rows("fault | what it imitates | function patched | shows where", cells)
 
 
+def kill_matrix() -> str:
+    """What tools/kill_matrix.py found when it was last run."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    import kill_matrix
+
+    return kill_matrix.markdown(json.loads(kill_matrix.JSON.read_text(encoding="utf-8")))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "faults": faults,
     "keywords": keywords,
+    "kill_matrix": kill_matrix,
     "elsewhere": elsewhere,
     "normalizers": normalizers,
     "terminations": terminations,
