@@ -147,7 +147,9 @@ def dynamic(chunks: Chunks) -> Chunks:
 KEPT = pg.KeptSet(source="recomputed", outside="drop")
 CRITIC: dict[str, Any] = {"spec": pg.presets.critic()}
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "a model whose forward does not take what the step hands over": (Job(), other_names, {}, "input_ids (there: tokens)"),
+    "a model whose forward does not take what the step hands over": (
+        Job(), other_names, {}, "input_ids (there: tokens)",
+    ),
     "a fused head with kept sets": (Job(), as_it_is, headed("auto", kept=KEPT)),
     "a fused head with a teacher's ids": (Job(), as_it_is, headed("keep", pg.TopKDistill()), "teacher_ids"),
     "a fused head with an exact KL": (Job(), as_it_is, headed("auto", pg.KL(estimator="exact", to="ref"))),

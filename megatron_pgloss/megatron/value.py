@@ -11,7 +11,10 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from megatron_pgloss.spec.words import closed
 
+
+@closed
 class ValueHead(torch.nn.Linear):
     """One number a position from its hidden state, ``V = h . w + b``: a Megatron model's output layer, or a second one.
 

@@ -8,8 +8,10 @@ from torch import Tensor
 from megatron_pgloss.planning import frozen, members
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.spec import LossSpec, PolicyGradient
+from megatron_pgloss.spec.words import closed
 
 
+@closed
 def voters(batch: TokenBatch, spec: LossSpec, *, version: int | None = None) -> Tensor:
     """Rows with at least one token left in a policy-gradient component after faults, masks and rejections.
 
