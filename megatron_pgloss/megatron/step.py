@@ -92,7 +92,7 @@ class PolicyLossStep(Runtime):
         self._mtp = mtp.Weight()
         self.watch = Watch(self.layout.ranks.world_rank, self.layout.ranks.world_size, patience)
         self.should_step = True
-        """After `finish`: whether the optimizer should step; not after a skip, an evaluation, a step without gradient."""
+        """After `finish`: whether the optimizer should step; not after a skip, an evaluation, or without a gradient."""
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
