@@ -113,8 +113,10 @@ class Logbook:
         )  # fmt: skip
         return str(path)
 
-    def page(self, plan: Plan, rollouts: list[Rollout], hunt: Hunt, title: str) -> str:
-        """Write this rank's rows of the last optimizer step as one coloured page; return where the file lies."""
+    def page(self, plan: Plan, rollouts: list[Rollout], which: str, hunt: Hunt, *, title: str) -> str:
+        """Write this rank's rows of one optimizer step as a coloured page; return where the file lies. ``which`` names
+        that step.
+        """
         if not installed("jinja2"):
             return "no token page (pip install jinja2)"
         assert plan.batch is not None and plan.batch.sample_ids is not None
@@ -122,9 +124,8 @@ class Logbook:
         mine = [by_name[str(name)] for name in plan.batch.sample_ids]
         facts = {"number": [one.hidden for one in mine], "reward": [f"{one.reward:.2f}" for one in mine]}
         rows = rows_of_plan(plan, decode=hunt.decode, facts=facts)
-        return str(
-            token_page(rows, self.folder / "tokens.html", title=title, subtitle="rows of the last optimizer step")
-        )
+        said = f"rows of the last step with an advantage other than 0 on this rank: {which}"
+        return str(token_page(rows, self.folder / "tokens.html", title=title, subtitle=said))
 
     def close(self) -> None:
         """Close the progress bar and TensorBoard."""

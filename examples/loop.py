@@ -32,12 +32,22 @@ def introduce(run: Run, log: Logbook) -> dict[str, float]:
     return levels
 
 
-def train(run: Run, log: Logbook) -> tuple[Any, Any]:
-    """The loop; returns the last step's plan and its rollouts."""
-    args, plan, rollouts = run.args, None, []
+def teaches(plan: Any) -> bool:
+    """Whether this rank has a row with something to learn: an advantage other than 0 at a sampled token."""
+    return plan.batch is not None and bool((plan.batch.streams["advantages"][plan.batch.action_T] != 0).any())
+
+
+def train(run: Run, log: Logbook) -> tuple[Any, Any, str]:
+    """The loop; returns plan and rollouts of the last step that teaches, and which it is: the very last steps of a
+    solved task do not teach, and their page would have nothing in colour.
+    """
+    args = run.args
+    shown: tuple[Any, Any, str] | None = None
     while not run.ended:
         started, iteration, steps = time.perf_counter(), run.iteration, []
-        for line, plan, rollouts in run.iterate():  # noqa: B007  the last ones are returned
+        for line, plan, rollouts in run.iterate():
+            if shown is None or teaches(plan) or not teaches(shown[0]):
+                shown = plan, rollouts, f"iteration {iteration + 1} of {args.iterations}, step {line['update'] + 1}"
             log.write(line)
             steps.append(line)
         line = {"kind": "iteration", "iteration": iteration, **run.figures, **summary(steps)}
@@ -46,7 +56,8 @@ def train(run: Run, log: Logbook) -> tuple[Any, Any]:
         line["seconds"] = time.perf_counter() - started
         log.write(line)
         log.progress(line, every=args.eval_every)
-    return plan, rollouts
+    assert shown is not None  # a run has an iteration
+    return shown
 
 
 def summary(steps: list[dict[str, Any]]) -> dict[str, float]:
@@ -66,7 +77,7 @@ def summary(steps: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def report(
-    run: Run, log: Logbook, levels: dict[str, float], before: float, seconds: float, last: tuple[Any, Any]
+    run: Run, log: Logbook, levels: dict[str, float], before: float, seconds: float, last: tuple[Any, Any, str]
 ) -> None:
     """Play the final games, write the files, and print the results."""
     args, hunt = run.args, run.hunt
@@ -104,7 +115,7 @@ gradient norm: {min(norms):.3g} to {max(norms):.3g} over {len(norms)} steps
 training took {seconds:.0f} s ({float(cpu):.0f} s of processor time over all processes, start-up included)
 metrics     {log.metrics}
 curve       {log.curve(levels)}
-token page  {log.page(*last, hunt, f"Number hunt, {args.preset}: what the loss trains")}""")
+token page  {log.page(*last, hunt, title=f"Number hunt, {args.preset}: what the loss trains")}""")
 
 
 def run(args: Any) -> None:

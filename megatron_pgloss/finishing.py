@@ -17,12 +17,14 @@ from megatron_pgloss.metrics import Metric, fold
 from megatron_pgloss.objective import LossOutput
 from megatron_pgloss.planning import Plan
 from megatron_pgloss.planning.agreement import of_words, to_words
+from megatron_pgloss.spec.words import closed
 
 _TEXT = 32
 """int64 words of text for the place of a fault."""
 _HEAD = 3 + _TEXT  # reports beyond the plan's, whether a gradient is not finite, length of the text, the text
 
 
+@closed
 def finish(
     plan: Plan,
     outputs: Sequence[LossOutput],

@@ -18,6 +18,7 @@ from megatron_pgloss.advantages.inputs import merge
 from megatron_pgloss.advantages.termination import EFFECTS
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.rollouts import TokenBatch
+from megatron_pgloss.spec.words import closed
 
 _BOUND = 20.0
 """Log-ratios are bounded to plus or minus this before exp, as in a loss."""
@@ -56,6 +57,7 @@ class Mismatch:
         return f"{self.tokens} tokens of {self.sequences} sequences, {self.unscored} unscored: {', '.join(shown)}"
 
 
+@closed
 def mismatch(batches: TokenBatch | Sequence[TokenBatch], *, group: Any = None) -> Mismatch:
     """The mismatch between trainer and sampler, the same on every rank. It takes one gather of a few numbers per row.
 

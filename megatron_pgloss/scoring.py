@@ -16,6 +16,7 @@ from megatron_pgloss.objective.straddling import with_slopes
 from megatron_pgloss.planning import MicroBatch, Plan
 from megatron_pgloss.planning.revision import revise
 from megatron_pgloss.rollouts import TokenBatch
+from megatron_pgloss.spec.words import closed
 
 
 def gather_tokens(scored: Iterable[tuple[MicroBatch, Tensor]], total: int, dtype: torch.dtype) -> Tensor:
@@ -45,6 +46,7 @@ def into_batches(batches: Sequence[TokenBatch], values_T: Tensor, name: str) -> 
     return out
 
 
+@closed
 def statistics_pass(plan: Plan, scored: Sequence[TokenLogprobs]) -> Plan:
     """The plan with everything decided that needs the whole step: gates by quantile, second moment or covariance,
     statistics of the policy over prompts and episodes, mean weights, denominators without what gates reject.

@@ -14,6 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
 import megatron_pgloss as pg
+from megatron_pgloss.logprobs import linear_token_logprobs
+from megatron_pgloss.megatron.head import live_rows, wanted_rows
 from megatron_pgloss.objective import surrogates
 from support.dispatched import Dispatched
 from support.steps import pictured
@@ -67,6 +69,71 @@ def test_a_loss_runs_forward_and_backward_on_tensors_without_values(name: str) -
         assert isinstance(out.loss, FakeTensor) and all(isinstance(m.value, FakeTensor) for m in out.metrics.values())
         out.loss.backward()
         assert any(isinstance(x.grad, FakeTensor) for x in given if x is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("live", [None, 4])
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_a_fused_head_runs_forward_and_backward_without_values(mode: Any, live: int | None, dtype: torch.dtype) -> None:
+    """Nine rows, six wanted, chunks of two. The device "meta" takes the way of an accelerator: on a CPU the row passes
+    look for rows without a gradient, which costs nothing there.
+    """
+    with FakeTensorMode():
+        hidden = torch.empty(9, 8, device="meta", dtype=dtype, requires_grad=True)
+        weight = torch.empty(16, 8, device="meta", dtype=dtype, requires_grad=True)
+        targets, rows = (torch.empty(size, device="meta", dtype=torch.int64) for size in (9, 6))
+        lp = linear_token_logprobs(
+            hidden, weight, targets, rows=rows, mode=mode, entropy=True, chunk_tokens=2, chunk_elements=32,
+            live=None if live is None else torch.empty(live, device="meta", dtype=torch.int64),
+        )  # fmt: skip
+        assert lp.entropy is not None
+        (lp.logprob.sum() + lp.entropy.sum()).backward()
+        assert isinstance(hidden.grad, FakeTensor) and isinstance(weight.grad, FakeTensor)
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_rows_that_are_said_to_get_no_gradient_are_left_out_and_looked_at(mode: Any) -> None:
+    """Rows 1, 4, 5 and 8 are wanted, and 4 and 8 of them pulled: the gradient is that of a head that knows of none. A
+    pull at row 1 beside them makes it NaN.
+    """
+    torch.manual_seed(0)
+    given = torch.randn(9, 8, dtype=torch.float64), torch.randn(16, 8, dtype=torch.float64)
+    rows, pull = torch.tensor([1, 4, 5, 8]), torch.zeros(9, dtype=torch.float64)
+    pull[4], pull[8] = 2.0, -1.0
+
+    def gradients(live: list[int] | None, pull: torch.Tensor) -> list[torch.Tensor]:
+        hidden, weight = (x.clone().requires_grad_() for x in given)
+        places = None if live is None else torch.tensor(live, dtype=torch.int64)
+        lp = linear_token_logprobs(hidden, weight, torch.arange(9), rows=rows, live=places, mode=mode, chunk_tokens=3)
+        (lp.logprob * pull).sum().backward()
+        assert hidden.grad is not None and weight.grad is not None
+        return [hidden.grad, weight.grad]
+
+    for live in ([1, 3], [0, 1, 2, 3], [1, 2, 3]):
+        for found, wanted in zip(gradients(live, pull), gradients(None, pull), strict=True):
+            assert float((found - wanted).abs().max()) < 1e-14
+    assert not gradients([], torch.zeros(9))[0].any()
+    pull[1] = 1.0
+    assert all(bool(found.isnan().any()) for found in gradients([1, 3], pull))
+
+
+def test_the_plan_knows_which_rows_can_get_a_gradient() -> None:
+    """Row 1 has A = 0: nothing there moves the clipped loss, and with an entropy bonus everything does. A ratio over
+    the sequence sends a token's gradient to others: all are live.
+    """
+    batch = pictured("cAA", "cAAA", "cAo", advantages=torch.tensor([1.0, 0.0, -1.0]), old_logprobs=-1.0)
+
+    def live(spec: pg.LossSpec, **more: Any) -> list[int] | None:
+        (micro,) = pg.plan([batch], spec, split=pg.Split(sequences=3), **more).microbatches()
+        wanted = wanted_rows(micro)
+        found = live_rows(micro, wanted)
+        return None if found is None else wanted[found].tolist()
+
+    # Position-major, three rows: position 0 has rows 0, 1, 2 at 0, 1, 2. Row 0 acts at positions 0 and 1, row 2 at 0.
+    assert live(pg.presets.ppo()) == [0, 2, 3]
+    assert live(pg.presets.ppo(entropy=0.1)) == [0, 1, 2, 3, 4, 7]
+    assert live(pg.presets.ppo(entropy=0.1), coef={"entropy": 0.0}) == [0, 2, 3]
+    assert live(pg.presets.gspo()) is None
 
 
 def test_what_asks_for_a_value_raises_there() -> None:

@@ -95,7 +95,8 @@ def ended(job: Job, chunks: list[Any], where: Any, rows: list[Any], rule: str, o
         return step.run_model(micro, model), loss
 
     with torch.set_grad_enabled(case != "evaluation"):
-        losses = jobs.run_schedule(step, chunks, case == "evaluation", forward_step_func=forward_step)
+        only = case in ("evaluation", "forward only")  # Megatron's forward-only schedules leave autograd on
+        losses = jobs.run_schedule(step, chunks, only, forward_step_func=forward_step)
     results: dict[str, float] = {}
     miscounted = outcome(lambda: step.finish(losses[:-1]))[0]  # leaves the step open
     kind = outcome(lambda: results.update(step.finish(losses)))[0]
@@ -107,6 +108,7 @@ def ended(job: Job, chunks: list[Any], where: Any, rows: list[Any], rule: str, o
         "should_step": step.should_step,
         "gradient": any(bool(grad.any()) for grad in full_gradients(chunks).values()),
         "recorded": all(record.logp is not None for record in records),
+        "updated": any(record.plan is not None for record in records),
         "pending": any(record.pending is not None for record in records),
     }
 
@@ -181,11 +183,13 @@ UPDATED = {
     "skipped": 0.0,
     "should_step": True,
     "gradient": True,
+    "updated": True,
     "pending": False,
     "miscounted": "LayoutError",
 }
-STOPPED = UPDATED | {"error": "NonFiniteError", "skipped": None}
-SKIPPED = UPDATED | {"skipped": 1.0, "should_step": False, "gradient": False}
+STOPPED = UPDATED | {"error": "NonFiniteError", "skipped": None, "updated": False}
+SKIPPED = UPDATED | {"skipped": 1.0, "should_step": False, "gradient": False, "updated": False}
+LOOKED = UPDATED | {"recorded": False, "gradient": False, "should_step": False, "updated": False}
 ENDS: dict[tuple[str, str, str], dict[str, Any]] = {
     ("raise", "record", "update"): UPDATED | {"recorded": True},
     ("skip", "record", "update"): UPDATED | {"recorded": True},
@@ -193,7 +197,9 @@ ENDS: dict[tuple[str, str, str], dict[str, Any]] = {
     ("raise", "record", "poisoned"): STOPPED | {"recorded": False},
     ("skip", "record", "poisoned"): SKIPPED | {"recorded": False},
     ("report", "record", "poisoned"): UPDATED | {"recorded": True},
-    ("raise", "record", "evaluation"): UPDATED | {"recorded": False, "gradient": False},
+    ("raise", "record", "evaluation"): LOOKED,
+    ("raise", "record", "forward only"): LOOKED,
+    ("raise", "policy", "forward only"): LOOKED,
     ("raise", "given", "poisoned"): STOPPED | {"recorded": False},
     ("skip", "given", "poisoned"): SKIPPED | {"recorded": False},
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 import megatron_pgloss as pg
 from megatron_pgloss.presets.known import keywords
-from megatron_pgloss.spec.words import ELSEWHERE
+from megatron_pgloss.spec.words import ELSEWHERE, closed
 from support.steps import refused
 
 
@@ -118,3 +120,53 @@ def test_words_of_others_lead_to_words_that_are_known_somewhere() -> None:
     known |= {"k1", "k2", "k3", "exact", "sequence"}
     for word, meant in ELSEWHERE.items():
         assert known.issuperset(meant), (word, set(meant) - known)
+
+
+def closed_ones() -> dict[str, Callable[..., Any]]:
+    """Every public class and function that takes keywords, but those that a micro-batch calls."""
+    from megatron_pgloss import megatron as pgm
+    from megatron_pgloss import view
+
+    found: dict[str, Callable[..., Any]] = {}
+    for room in (pg, pg.advantages, view, pgm):
+        for name in room.__all__:
+            one = getattr(room, name)
+            of_ours = getattr(one, "__module__", "").startswith("megatron_pgloss") and callable(one)
+            frozen = isinstance(one, type) and (issubclass(one, Exception | enum.Enum) or hasattr(one, "model_fields"))
+            if of_ours and not frozen and name not in NOT_CLOSED:
+                found[name] = one
+    return found
+
+
+NOT_CLOSED = (
+    "policy_loss", "weighted_sum", "token_logprobs", "TokenLogprobs", "LossOutput",  # in every micro-batch
+    "MicroBatch", "Plan", "TokenBatch", "Layout", "GAEReport", "GroupReport", "Moments", "SilentGroup", "Effect",
+    "Curve", "add_pgloss_args", "spec_from_args", "split_from_args",  # of positions
+)  # fmt: skip
+
+
+def test_an_unknown_keyword_of_anything_public_gets_a_suggestion() -> None:
+    ones = closed_ones()
+    assert {"PolicyLossStep", "ValueHead", "Split", "Span", "token_page", "plan", "gae", "minibatches"} <= ones.keys()
+    assert len(ones) > 30
+    for name, one in ones.items():
+        if name == "rloo":  # it hands on to group_relative
+            refused(pg.DataError, lambda: pg.advantages.rloo([], [], grop=None), "did you mean 'group'?")
+            continue
+        keywords = [key for key, item in inspect.signature(one).parameters.items() if item.kind is not item.VAR_KEYWORD]
+        word = max(keywords, key=len)
+        typo = word[:-2] + word[-1] if len(word) > 2 else word + "x"  # a letter is gone
+        with pytest.raises(pg.PGLossError) as raised:
+            one(**{typo: None})
+        assert f"did you mean {word!r}?" in str(raised.value), name
+
+
+def test_a_missing_keyword_is_named_and_positions_count() -> None:
+    @closed
+    def call(a: int, b: int, *, c: int, d: int = 4) -> tuple[int, ...]:
+        return a, b, c, d
+
+    assert call(1, 2, c=3) == (1, 2, 3, 4) and call(1, c=3, b=2, d=0) == (1, 2, 3, 0)
+    refused(pg.DataError, lambda: call(1, 2), "call has no c", "call(c=...)")
+    refused(pg.DataError, lambda: call(1, c=3), "call has no b")
+    refused(pg.DataError, lambda: call(1, 2, c=3, e=5), "call has no argument 'e'", "a, b, c, d")

@@ -7,12 +7,15 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import megatron_pgloss as pg
 from support.cover import EXHAUSTIVE
 from support.programs import Ended, launch, torchrun
+from support.steps import pictured
 from support.worlds import run_world, world_fixture
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -95,6 +98,34 @@ def test_advantages_draws_and_dealing(helped: Any) -> None:
     assert found["dealt"] == [[1, 3, 5, 7], [2, 6], [0, 4]]
 
 
+@pytest.mark.parametrize(("advantages", "shown"), [((1.0, 0.5, 0.0), 1), ((0.0, 0.0), 1), ((1.0, 0.0, 0.0), 0)])
+def test_the_page_shows_the_last_step_that_teaches(
+    advantages: tuple[float, ...], shown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a solved task the last rollouts have advantage 0 everywhere: a page of them shows nothing in colour."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import loop
+
+    spec, split = pg.presets.reinforce(), pg.Split(sequences=1)
+    plans = [pg.plan([pictured("cAA", advantages=one)], spec, split=split) for one in advantages]
+
+    class Played:
+        args, figures, iteration = SimpleNamespace(iterations=len(plans), eval_every=99), dict[str, float](), 0
+
+        @property
+        def ended(self) -> bool:
+            return self.iteration == len(plans)
+
+        def iterate(self) -> Any:
+            yield {"update": 0, "loss": 0.0}, plans[self.iteration], [self.iteration]
+            self.iteration += 1
+
+    log = SimpleNamespace(write=lambda line: None, progress=lambda line, every: None)
+    plan, rollouts, which = loop.train(Played(), log)
+    assert plan is plans[shown] and rollouts == [shown]
+    assert which == f"iteration {shown + 1} of {len(plans)}, step 1"
+
+
 @pytest.mark.multiproc
 @pytest.mark.slow
 def test_a_short_run_on_tp2_pp2_leaves_its_files(tmp_path: Path) -> None:
@@ -116,7 +147,8 @@ def test_a_short_run_on_tp2_pp2_leaves_its_files(tmp_path: Path) -> None:
     assert 0 < end["environment_entropy"] < end["observation_nll"]
     assert end["random policy"] < 0.05 and end["best strategy"] == 1
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert "higher" in (tmp_path / "tokens.html").read_text(encoding="utf-8")
+    page = (tmp_path / "tokens.html").read_text(encoding="utf-8")
+    assert "higher" in page and "the last step with an advantage other than 0 on this rank: iteration 2 of 2" in page
     assert list((tmp_path / "tensorboard").iterdir())
     for word in ("curve.png", "tokens.html", "metrics.jsonl", "after training", "best strategy", "training took"):
         assert word in printed, word

@@ -21,6 +21,7 @@ from megatron_pgloss.advantages.reports import GroupReport, SilentGroup
 from megatron_pgloss.advantages.termination import EFFECTS
 from megatron_pgloss.errors import Caught, DataError
 from megatron_pgloss.rollouts import Id, TokenBatch, broken
+from megatron_pgloss.spec.words import closed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ Formula = Callable[[Sequence[Standing]], Sequence[float] | str]
 """The advantages of a group's voters, or why the group teaches nothing."""
 
 
+@closed
 def given_baseline(batches: Batches, rewards: Any, baselines: Any) -> Batches:
     """``A = r - b`` on every token, with a baseline from elsewhere: ReMax's is the reward of the greedy answer to the
     same prompt (2310.10505). No collective: nothing is compared.
@@ -68,6 +70,7 @@ def given_baseline(batches: Batches, rewards: Any, baselines: Any) -> Batches:
     return spread(batches, batch, out_S.to(kind))
 
 
+@closed
 def opo(
     batches: Batches, rewards: Any, *, voters: Any = None, min_voters: int = 2, group: Any = None
 ) -> tuple[Batches, GroupReport]:
@@ -86,6 +89,7 @@ def opo(
     return _compared("opo", batches, {"rewards": rewards}, formula, voters, min_voters, group, {})
 
 
+@closed
 def pass_at_k(
     batches: Batches, rewards: Any, k: int, *, voters: Any = None, group: Any = None
 ) -> tuple[Batches, GroupReport]:
@@ -128,6 +132,7 @@ def pass_at_k(
     return _compared("pass_at_k", batches, {"rewards": rewards}, formula, voters, least, group, {"k": k})
 
 
+@closed
 def gdpo(
     batches: Batches,
     rewards: Mapping[str, Any],

@@ -22,8 +22,10 @@ from megatron_pgloss.advantages.reports import GAEReport
 from megatron_pgloss.advantages.termination import EFFECTS
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.rollouts import TokenBatch
+from megatron_pgloss.spec.words import closed
 
 
+@closed
 def gae(
     batches: Batches,
     rewards: Any,

@@ -19,6 +19,7 @@ from megatron_pgloss.advantages.reports import GroupReport, SilentGroup
 from megatron_pgloss.advantages.termination import EFFECTS
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.rollouts import Id, Termination
+from megatron_pgloss.spec.words import closed
 
 Baseline = Literal["mean", "leave_one_out", "none"]
 Scale = Literal["group", "batch", "mean", "none"]
@@ -42,6 +43,7 @@ class Episode:
         return math.fsum((self.reward, *self.more))
 
 
+@closed
 def of_rewards(
     rewards: Any,
     prompt_ids: Any,

@@ -13,8 +13,10 @@ from megatron_pgloss.advantages.inputs import Batches, Ids, deal, finite, merge,
 from megatron_pgloss.advantages.reports import GroupReport
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.rollouts import TokenBatch, arrays
+from megatron_pgloss.spec.words import closed
 
 
+@closed
 def group_relative(
     batches: Batches,
     rewards: Any,
@@ -80,6 +82,7 @@ def group_relative(
     return spread(batches, state["batch"], out_S.to(kind)), report
 
 
+@closed
 def rloo(batches: Batches, rewards: Any, **more: Any) -> tuple[Batches, GroupReport]:
     """Reward minus the mean reward of the *other* episodes of the prompt (2402.14740, eq. 7), which is ``n / (n - 1)``
     times the reward minus the mean of all. The arguments are those of `group_relative`.
@@ -87,6 +90,7 @@ def rloo(batches: Batches, rewards: Any, **more: Any) -> tuple[Batches, GroupRep
     return group_relative(batches, rewards, **{"baseline": "leave_one_out", "scale": "none", **more})
 
 
+@closed
 def per_turn(batches: Batches, values: Sequence[Any]) -> Batches:
     """One given number for every token of a turn: ``values[s][k]`` is about the k-th turn of row s.
 

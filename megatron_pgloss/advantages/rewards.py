@@ -17,10 +17,12 @@ from megatron_pgloss.advantages.inputs import Ids, Key, finite, merge, real
 from megatron_pgloss.errors import DataError
 from megatron_pgloss.maths import bounded, k1, k2, k3
 from megatron_pgloss.rollouts import Termination, TokenBatch, arrays
+from megatron_pgloss.spec.words import closed
 
 _ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 
+@closed
 def kl_penalty(
     batches: TokenBatch | Sequence[TokenBatch],
     coef: float,
@@ -74,6 +76,7 @@ def _broken(batch: TokenBatch) -> Tensor:
     return torch.repeat_interleave(fault_S, batch.lengths_S)
 
 
+@closed
 def episode_lengths(batches: TokenBatch | Sequence[TokenBatch], *, group: Any = None) -> Tensor:
     """Number of policy tokens of each row's episode, over all rows of the episode, int64 [S]. A collective with
     ``group=``.
@@ -97,6 +100,7 @@ def episode_lengths(batches: TokenBatch | Sequence[TokenBatch], *, group: Any = 
     return torch.tensor([total[key] for key in mine], dtype=torch.int64)
 
 
+@closed
 def soft_overlong(lengths: Any, limit: float, buffer: float, *, penalty: float = 1.0) -> Tensor:
     """Soft overlong punishment, to be added to the rewards: 0 up to ``limit - buffer`` tokens, then falling in a
     straight line to ``-penalty`` at ``limit``, and ``-penalty`` beyond (DAPO 2503.14476, eq. 13).
@@ -117,6 +121,7 @@ def soft_overlong(lengths: Any, limit: float, buffer: float, *, penalty: float =
     return 0 - penalty * over_E.clamp(0, 1)
 
 
+@closed
 def linear_length(lengths: Any, per_token: float, *, free: float = 0.0) -> Tensor:
     """A price per token, to be added to the rewards: ``-per_token * max(length - free, 0)``.
 

@@ -18,8 +18,10 @@ from megatron_pgloss.advantages.inputs import Batches, finite, merge, tokenwise
 from megatron_pgloss.advantages.reports import GAEReport
 from megatron_pgloss.errors import PGLossError
 from megatron_pgloss.rollouts import TokenBatch, broken
+from megatron_pgloss.spec.words import closed
 
 
+@closed
 def turn_gae(
     batches: Batches,
     rewards: Any,

@@ -21,8 +21,10 @@ from megatron_pgloss.advantages.reports import Moments
 from megatron_pgloss.advantages.termination import EFFECTS
 from megatron_pgloss.errors import Caught, DataError
 from megatron_pgloss.rollouts import TokenBatch, arrays, broken
+from megatron_pgloss.spec.words import closed
 
 
+@closed
 def whiten(
     batches: Batches,
     *,
@@ -80,6 +82,7 @@ def whiten(
     return deal(batches, {"advantages": out_T.to(stream_T.dtype)}), moments
 
 
+@closed
 def reinforce_plus_plus(
     batches: Batches,
     rewards: Any,

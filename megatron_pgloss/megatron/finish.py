@@ -33,7 +33,7 @@ class Collected:
     place: str | None
     """Where the first fault inside the loss is; None where there is none."""
     updated: bool
-    """Whether the step was an update; an evaluation is not."""
+    """Whether a gradient went back through the loss; in an evaluation none does."""
     gradient: float = 0.0
     """The largest gradient of any rank after an update, NaN where one is NaN."""
     broken: list[int] = field(default_factory=list)
@@ -72,7 +72,7 @@ def collect(
         mine, missing = _own(reports, names, plan, layout)
     error = error or here.error
     row = torch.zeros(_NUMBERS + 2 * len(names), dtype=torch.int64)
-    row[_SPEAKS], row[_UPDATED], row[_MISSING] = int(layout.speaks), int(plan.ledger.updated), missing
+    row[_SPEAKS], row[_UPDATED], row[_MISSING] = int(layout.speaks), int(plan.ledger.pulled), missing
     text = b""
     numbers = _to_host(gradient, mine, names)
     row[_GRADIENT] = numbers[:1].view(torch.int64)

@@ -135,13 +135,17 @@ class FusedHead:
                 fix="run the model by step.run_model(micro, model), which step.forward_step does",
             )
         flat = _Flat(rows, positions)
-        index = wanted_rows(micro).to(weight.device, non_blocking=True)
+        wanted = wanted_rows(micro)
+        live = live_rows(micro, wanted)
+        index = wanted.to(weight.device, non_blocking=True)
+        live = live if live is None else live.to(weight.device, non_blocking=True)
         training = torch.is_grad_enabled() and micro.spec is not None
         tau = micro.temperature
         lp = linear_token_logprobs(
             hidden.transpose(0, 1).reshape(-1, weight.size(1)), weight, flat.down(micro.targets),
             temperature=None if tau is None else flat.down(tau), entropy=entropy, scale=_scale(self._owner),
-            rows=index, group=self._layout.tp, sequence_parallel=layer.sequence_parallel, vocab_size=self._vocab,
+            rows=index, live=live, group=self._layout.tp, sequence_parallel=layer.sequence_parallel,
+            vocab_size=self._vocab,
             padded_vocab=weight.size(0) * self._layout.tp_size,  # a weight is never gathered
             mode=self._pick(index.numel(), weight, training), upstream=_upstream(micro, flat),  # type: ignore[arg-type]
             into_main_grad=hasattr(weight, "main_grad") and hasattr(weight, "grad_added_to_main_grad"),
@@ -199,6 +203,25 @@ def wanted_rows(micro: MicroBatch) -> Tensor:
                 any_T |= micro.shared.components[part.name].member_T
         real_N = real_N & (any_T[micro.index_N.clamp(min=0)] if any_T.numel() else torch.zeros_like(real_N))
     return _Flat(*micro.shape).down(real_N.reshape(micro.shape)).nonzero()[:, 0]
+
+
+def live_rows(micro: MicroBatch, wanted: Tensor) -> Tensor | None:
+    """int64 ``[L]``, ascending: places among the ``wanted`` rows of those that the loss can send a gradient to: members
+    with a weight whose advantage is not 0, or whose component moves without one. None: all of them, in a scoring pass
+    and where a term at one token reads the log-probs of others. On the CPU, where the plan is: no sync.
+    """
+    spec, table = micro.spec, micro.table
+    if spec is None or not spec.by_token or not table["tokens"].numel():
+        return None
+    live_T = torch.zeros_like(table["action"])
+    for part in spec.components:
+        if isinstance(part, Value) or not micro.shared.coef[part.name]:
+            continue
+        known = micro.shared.components[part.name]
+        moves_T = known.member_T & (known.weight_T != 0)
+        live_T |= moves_T if part.moves_at_zero_advantage else moves_T & (table["advantages"] != 0)
+    live_N = live_T[micro.index_N.clamp(min=0)] & (micro.index_N >= 0)
+    return _Flat(*micro.shape).down(live_N.reshape(micro.shape))[wanted].nonzero()[:, 0]
 
 
 class _Flat:

@@ -10,8 +10,10 @@ import torch.distributed as dist
 from megatron_pgloss.errors import Caught, LayoutError
 from megatron_pgloss.megatron.layout import Layout
 from megatron_pgloss.rollouts import TokenBatch, broken
+from megatron_pgloss.spec.words import closed
 
 
+@closed
 def broadcast(batches: Iterable[TokenBatch] | None, *, pg_collection: Any = None) -> list[TokenBatch]:
     """Share the batches of a replica's first rank (tensor, context and pipeline rank 0) with its other ranks.
 

@@ -24,10 +24,12 @@ from megatron_pgloss.megatron.watch import Watch, watched
 from megatron_pgloss.planning import MicroBatch, Plan, Split
 from megatron_pgloss.rollouts import TokenBatch, broken
 from megatron_pgloss.spec import LossSpec
+from megatron_pgloss.spec.words import closed
 
 _LOG = logging.getLogger(__name__)
 
 
+@closed
 class PolicyLossStep(Runtime):
     """One training job's loss, from rollouts to metrics.
 
@@ -85,6 +87,8 @@ class PolicyLossStep(Runtime):
         )  # fmt: skip
         self.reference = None if reference is None else Reference(self, reference)
         self._allow_empty, self._allow_padding = allow_empty_microbatches, allow_routed_padding
+        self._agreed |= {"allow_empty_microbatches": self._allow_empty, "allow_routed_padding": self._allow_padding}
+        self._agreed["reference"] = reference is not None
         self._plan: Plan | None = None
         self._boundaries = Boundaries()
         self._state: ModuleState | None = None  # what a skip puts back
@@ -92,7 +96,7 @@ class PolicyLossStep(Runtime):
         self._mtp = mtp.Weight()
         self.watch = Watch(self.layout.ranks.world_rank, self.layout.ranks.world_size, patience)
         self.should_step = True
-        """Whether the optimizer should step, after `finish`: False after a skipped step, or without any gradient."""
+        """After `finish`: whether the optimizer should step; not after a skip, an evaluation, or without a gradient."""
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
@@ -127,9 +131,7 @@ class PolicyLossStep(Runtime):
             self.look_again()
         if here.error is not None:
             batches = [broken(here.error)]  # the plan raises it on every rank: it may show on one stage alone
-        own = {"allow_empty_microbatches": self._allow_empty, "allow_routed_padding": self._allow_padding}
-        own["reference"] = self.reference is not None
-        made = self.make_plan(batches, self.spec, agreed=own, coef=coef, version=version)
+        made = self.make_plan(batches, self.spec, coef=coef, version=version)
         if not self._allow_empty:
             counting.refuse_empty(made, self.config)
         self.masked = self.masks_padding(made)
@@ -173,8 +175,7 @@ class PolicyLossStep(Runtime):
     def plan(self) -> Plan:
         """The plan of the step that `begin` opened."""
         if self._plan is None:
-            fix = "call step.begin(batches) before the schedule and step.finish(losses) once after it; what is needed "
-            fix += "later is in the plan that begin returns: plan.num_microbatches"
+            fix = "call step.begin(batches) before the schedule, step.finish(losses) once after it; later: begin's plan"
             raise DataError("no step is open", expected="a step between begin and finish", fix=fix)
         return self._plan
 
@@ -276,20 +277,19 @@ class PolicyLossStep(Runtime):
         made = self.plan
         self._mtp.close()
         # A rank that sees no loss cannot tell an update from an evaluation, so it looks; the ranks decide together.
-        look = made.ledger.updated or made.batch is None or not self.layout.last_stage
+        look = made.ledger.pulled or made.batch is None or not self.layout.last_stage
         found = finish.collect(
             losses, finish.expected(self.spec, made), made, self.layout,
             gradient=gradients.largest(self.chunks, self.layout.device) if look else None,
             error=self.unread(made, self._boundaries),
         )  # fmt: skip
-        if found.updated:  # an evaluation is no update
-            made.ledger.mark_updated()
+        made.ledger.mark_updated() if found.updated else made.ledger.take_back()  # an evaluation is no update
         state = self._state
         self._close()
         results = finish.results(found, made)
         error = finish.nonfinite(found, made, gradients=not gradients.loss_scaler_decides(self.config))
-        # Losses of the model's own (MoE, multi-token prediction) have gradients where the policy has none.
-        self.should_step = made.has_signal or found.gradient != 0
+        # The model's own losses (MoE, MTP) have gradients where the policy has none.
+        self.should_step = found.updated and (made.has_signal or found.gradient != 0)
         if error is not None and self.on_nonfinite != "report":
             made.ledger.take_back()
         elif made.ledger.recorder is not None and found.updated:

@@ -11,7 +11,10 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from megatron_pgloss.spec.words import closed
 
+
+@closed
 class ValueHead(torch.nn.Linear):
     """One number per position, ``V = h . w + b`` of its hidden state: a model's output layer, or a second one.
 

@@ -71,13 +71,16 @@ def policy_loss(
             on-policy update.
     """
     inputs = _flat(lp, value, micro)
+    ledger = micro.shared.ledger
     if any(stream.requires_grad for stream in inputs.values()):
-        ledger = micro.shared.ledger
         ledger.check_open()
         ledger.mark_updated()
         kept_N = inputs["logp"] if "logp" in inputs else next(iter(inputs.values())).detach()
         ledger.record(micro.number, micro.index_N, kept_N)
-    return _composed(inputs, micro, keep_tokens)
+    out = _composed(inputs, micro, keep_tokens)
+    if out.loss.requires_grad:
+        out.loss.register_hook(ledger.pull)
+    return out
 
 
 def loss_gradients(lp: TokenLogprobs, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:

@@ -30,6 +30,9 @@ class Ledger:
         self.serial = next(_SERIAL)
         self.recorder = Recorder(batch) if spec is not None and spec.old == "record" else None
         """Keeps the log-probs of first updates, with ``old="record"``."""
+        self.pulled = False
+        """Whether a gradient went back through a loss of this plan on this rank: an evaluation has none, although a
+        forward-only schedule may leave autograd on."""
         self._records = batch.records_S if batch is not None else ()
         self._batch = batch
         self._once = spec is not None and spec.old == "policy"
@@ -54,6 +57,10 @@ class Ledger:
         """Remember that these rows have been updated on by this plan."""
         for record in self._records:
             record.plan = self.serial
+
+    def pull(self, gradient: Tensor) -> None:
+        """Note that ``gradient`` went back through a loss of this plan; a hook of that loss."""
+        self.pulled = True
 
     def take_back(self) -> None:
         """Forget that these rows have been updated on by this plan: the update was not made."""

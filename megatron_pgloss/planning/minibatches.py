@@ -14,9 +14,10 @@ from megatron_pgloss.planning import agreement
 from megatron_pgloss.planning.agreement import Ranks
 from megatron_pgloss.planning.carried import Carried
 from megatron_pgloss.rollouts import TokenBatch
-from megatron_pgloss.spec.words import nearest
+from megatron_pgloss.spec.words import closed, nearest
 
 
+@closed
 def minibatches(
     batches: Sequence[TokenBatch],
     count: int,

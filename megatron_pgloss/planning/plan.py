@@ -25,6 +25,7 @@ from megatron_pgloss.planning.tables import component_tables, token_table
 from megatron_pgloss.planning.token_weights import unit_totals
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.spec import LossSpec
+from megatron_pgloss.spec.words import closed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -166,6 +167,7 @@ class Plan:
         )  # fmt: skip
 
 
+@closed
 def plan(
     batches: Sequence[TokenBatch],
     spec: LossSpec | None,

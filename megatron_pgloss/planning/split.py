@@ -9,7 +9,7 @@ import itertools
 from dataclasses import dataclass
 
 from megatron_pgloss.errors import DataError, SpecError
-from megatron_pgloss.rollouts.keywords import closed
+from megatron_pgloss.spec.words import closed
 
 
 @closed

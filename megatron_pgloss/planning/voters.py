@@ -15,8 +15,10 @@ from megatron_pgloss.planning.presence import present_rows
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.rules import Verdict
 from megatron_pgloss.spec import LossSpec, PolicyGradient
+from megatron_pgloss.spec.words import closed
 
 
+@closed
 def voters(batch: TokenBatch, spec: LossSpec, *, version: int | None = None, group: Any = None) -> Tensor:
     """Rows with at least one token left in a policy-gradient component after faults, masks and rejections.
 

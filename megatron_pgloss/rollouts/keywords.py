@@ -4,10 +4,8 @@
 """
 
 # No `from __future__ import annotations` here: which keywords are required is read from the annotations.
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields
 from typing import Any, Required, TypeVar
 
 from torch import Tensor
@@ -80,35 +78,6 @@ def check_names(given: Mapping[str, Any], of: Any, caller: str) -> None:
     for name in _ordered(of):
         if name in of.__required_keys__ and name not in given:
             raise DataError(f"{caller} has no {name}", expected=f"{caller}({name}=...)")
-
-
-Class = TypeVar("Class", bound=type[Any])
-
-
-def closed(cls: Class) -> Class:
-    """Make the constructor of a dataclass raise `DataError` for a keyword that it does not have, and for a required one
-    that is not given.
-
-    Python's own TypeError does not name the nearest known word.
-    """
-    items = fields(cls)
-    known = [item.name for item in items if item.init]
-    needed = [item.name for item in items if item.init and item.default is MISSING and item.default_factory is MISSING]
-    make = cls.__init__
-
-    @functools.wraps(make)
-    def checked(self: Any, *args: Any, **given: Any) -> None:
-        for name in given:
-            if name not in known:
-                fix = nearest(name, known) or f"remove {name!r}"
-                raise DataError(f"{cls.__name__} has no argument {name!r}", expected=", ".join(known), fix=fix)
-        for name in needed[len(args) :]:
-            if name not in given:
-                raise DataError(f"{cls.__name__} has no {name}", expected=f"{cls.__name__}({name}=...)")
-        make(self, *args, **given)
-
-    cls.__init__ = checked
-    return cls
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])

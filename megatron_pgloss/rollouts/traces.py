@@ -9,9 +9,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megatron_pgloss.rollouts.arrays import Array
-from megatron_pgloss.rollouts.keywords import closed
 from megatron_pgloss.rollouts.place import Id
 from megatron_pgloss.rollouts.states import Author, Termination
+from megatron_pgloss.spec.words import closed
 
 
 @closed

@@ -7,7 +7,12 @@ mean one thing as a keyword and another as a kind.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+from megatron_pgloss.errors import DataError
 
 ELSEWHERE: dict[str, tuple[str, ...]] = {
     # Coefficients.
@@ -62,3 +67,38 @@ def nearest(word: str, known: Sequence[str]) -> str | None:
         return "did you mean 'low' and 'high'?"
     close = meant or difflib.get_close_matches(word[:64], known, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else None
+
+
+Target = TypeVar("Target", bound=Callable[..., Any])
+
+
+def closed(target: Target) -> Target:
+    """A class or function that refuses keywords that it does not have, and the lack of those that it needs, by
+    `DataError` with the nearest word. Python's own TypeError names none, and is no error of this package.
+    """
+    if isinstance(target, type):
+        make: Any = target
+        make.__init__ = _refusing(make.__init__, target.__name__, skip=1)
+        return target
+    return cast(Target, _refusing(target, target.__name__, skip=0))
+
+
+def _refusing(make: Callable[..., Any], owner: str, skip: int) -> Callable[..., Any]:
+    items = list(inspect.signature(make).parameters.values())[skip:]
+    named = [one for one in items if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    known = [one.name for one in named]
+    hands_on = any(one.kind is one.VAR_KEYWORD for one in items)  # to a function that refuses them itself
+    needed = [(one.name, one.kind is one.KEYWORD_ONLY) for one in named if one.default is one.empty]
+
+    @functools.wraps(make)
+    def checked(*args: Any, **given: Any) -> Any:
+        for name in given if not hands_on else ():
+            if name not in known:
+                fix = nearest(name, known) or f"remove {name!r}"
+                raise DataError(f"{owner} has no argument {name!r}", expected=", ".join(known), fix=fix)
+        for place, (name, by_name) in enumerate(needed):
+            if name not in given and (by_name or place >= len(args) - skip):
+                raise DataError(f"{owner} has no {name}", expected=f"{owner}({name}=...)")
+        return make(*args, **given)
+
+    return checked

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from megatron_pgloss.errors import DataError
+from megatron_pgloss.spec.words import closed
 
 
+@closed
 @dataclass(frozen=True, slots=True)
 class TokenCell:
     """One token and everything the loss knows about it."""
@@ -36,6 +38,7 @@ class TokenCell:
         return {name: weight for name, (member, weight) in self.components.items() if member}
 
 
+@closed
 @dataclass(frozen=True, slots=True)
 class TokenRow:
     """One sequence, as the model reads it."""

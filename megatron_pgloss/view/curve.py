@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_pgloss.errors import DataError
+from megatron_pgloss.spec.words import closed
 from megatron_pgloss.view.file import write
 from megatron_pgloss.view.optional import require
 from megatron_pgloss.view.palette import CURVES
@@ -28,6 +29,7 @@ class Curve(NamedTuple):
     high: Sequence[float] | None = None
 
 
+@closed
 def learning_curve(
     path: str | Path,
     series: Mapping[str, Curve | tuple[Sequence[float], Sequence[float]]],

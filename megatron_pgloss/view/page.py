@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_pgloss.spec.words import closed
 from megatron_pgloss.view.cells import (
     Summary,
     TokenCell,
@@ -39,6 +40,7 @@ _OPEN = 4_000
 """How many tokens of live prompts are open when the page opens."""
 
 
+@closed
 def token_page(
     rows: Sequence[TokenRow],
     path: str | Path,

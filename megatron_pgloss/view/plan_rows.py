@@ -11,9 +11,11 @@ from megatron_pgloss.errors import DataError
 from megatron_pgloss.planning import Plan
 from megatron_pgloss.rollouts import Termination, TokenBatch
 from megatron_pgloss.rules.masks import TAKEN, tokens_ended
+from megatron_pgloss.spec.words import closed
 from megatron_pgloss.view.cells import TokenCell, TokenRow
 
 
+@closed
 def rows_of_plan(
     plan: Plan,
     *,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pgloss.errors import DataError
+from megatron_pgloss.spec.words import closed
 from megatron_pgloss.view.cells import TokenCell, TokenRow
 from megatron_pgloss.view.file import write
 
@@ -17,6 +18,7 @@ LONGEST = 2**26
 """Most characters of one line: a row of a million tokens has some 5e7."""
 
 
+@closed
 def write_rows(rows: Sequence[TokenRow], path: str | Path) -> Path:
     """Write ``rows`` for ``pgloss inspect`` and return the path."""
     names = list(dict.fromkeys(name for row in rows for cell in row.tokens for name in cell.components))
@@ -25,6 +27,7 @@ def write_rows(rows: Sequence[TokenRow], path: str | Path) -> Path:
     return write(path, ("\n".join(lines) + "\n").encode("ascii"))
 
 
+@closed
 def read_rows(path: str | Path) -> Iterator[TokenRow]:
     """The rows of a file, one at a time.
 

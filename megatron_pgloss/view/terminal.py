@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_pgloss.spec.words import closed
 from megatron_pgloss.view.cells import (
     Summary,
     TokenCell,
@@ -42,6 +43,7 @@ class _Column:
         return require("rich.cells", "the terminal view").set_cell_size(text, self.width), style
 
 
+@closed
 def token_terminal(
     rows: Sequence[TokenRow],
     console: Any = None,

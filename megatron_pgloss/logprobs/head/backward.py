@@ -1,7 +1,7 @@
 """The fused head that computes its gradient in the backward pass, from logits that were kept or are computed once more.
 
-Shapes: `T` rows of the micro-batch, `N` wanted rows, `L` wanted rows with a gradient, `R` rows of one chunk, `H`
-hidden, `Vl` columns of the shard.
+Shapes: `T` rows of the micro-batch, `N` wanted rows, `L` wanted rows that may get a gradient, `R` rows of one chunk,
+`H` hidden, `Vl` columns of the shard.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class BackwardHead(torch.autograd.Function):
         rows = gather_rows(hidden, targets, inverse_tau, job)
         g_N, h_N = (None if g is None else g if job.rows is None else g[job.rows] for g in (g_T, h_T))
         factors = upstream_factors(g_N, h_N, whole, rows.inverse_tau_N)
+        if job.live is not None:
+            factors = _spoiled(factors, job.live)
         back = _Backward(rows, weight, kept_NV, factors, whole, job, *ctx.needs_input_grad[:2])
         dx, dw = back.run(targets.size(0))
         return dx, dw, None, None, None, None
@@ -75,18 +77,21 @@ class _Backward:
 
     def run(self, count: int) -> tuple[Tensor | None, Tensor | None]:
         """Return dX of this rank's rows, and the tensor that autograd gets for the weight."""
-        # The pass's only host sync finds the rows that have a gradient; the other rows enter no GEMM.
-        live_L = self.factors.live_T.nonzero()[:, 0]
-        dense = live_L.numel() == self.rows.hidden_NH.size(0)
+        # Which rows may have a gradient is known before; to find those that have one would be a host sync.
+        live_L, total = self.job.live, self.rows.hidden_NH.size(0)
+        if live_L is None or live_L.numel() == total:
+            live_L, number = None, total
+        else:
+            number = live_L.numel()
         # Kept logits are overwritten by their gradient. Where no row is left out they need no chunks, so that dX and
         # dW are one GEMM each.
-        at_once = live_L.numel() if dense and self.kept_NV is not None else 0
-        parts = list(chunks(live_L.numel(), max(at_once, self.job.chunk_tokens)))
+        at_once = number if live_L is None and self.kept_NV is not None else 0
+        parts = list(chunks(number, max(at_once, self.job.chunk_tokens)))
         sink = WeightGrad(self.weight, self.job.into_main_grad, len(parts)) if self.for_weight else None
         dx_TH = self.weight.new_zeros(count, self.weight.size(1)) if self.for_hidden else None
         reduction = InputGradient(dx_TH, self.job)
         for part in parts:
-            index = part if dense else live_L[part]
+            index = part if live_L is None else live_L[part]
             dz_RV = self._logit_gradient(index)
             if dx_TH is not None:
                 dx_TH[index if self.job.rows is None else self.job.rows[index]] = dz_RV.mm(self.weight)
@@ -103,6 +108,13 @@ class _Backward:
             z_RV = self.kept_NV[index]
         write_rows(z_RV, self.rows, index, self.factors.take(index), self.whole, self.job)
         return z_RV
+
+
+def _spoiled(factors: Upstream, live_L: Tensor) -> Upstream:
+    """``factors``, of NaN where a gradient arrived at a row that was said to get none."""
+    astray = factors.live_T.index_fill(0, live_L, False).any()
+    nan = torch.where(astray, torch.nan, 0.0)
+    return factors._replace(a_T=factors.a_T + nan, entry_T=factors.entry_T + nan, live_T=factors.live_T | astray)
 
 
 class InputGradient:

@@ -27,6 +27,8 @@ class HeadJob(NamedTuple):
     shard: VocabShard
     entropy: bool
     rows: Tensor | None
+    live: Tensor | None
+    """int64 [L], ascending: places among the wanted rows of those that may get a gradient; None: all may."""
     group: dist.ProcessGroup | None
     sequence_parallel: bool
     into_main_grad: bool

@@ -32,6 +32,7 @@ def linear_token_logprobs(
     entropy: bool = False,
     scale: float = 1.0,
     rows: Tensor | None = None,
+    live: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     vocab_size: int | None = None,
@@ -56,6 +57,9 @@ def linear_token_logprobs(
         scale: multiplies the logits (muP's output multiplier).
         rows: int64 [N], ascending: the tokens that are wanted. The other tokens enter no GEMM; their log-prob and
             entropy are 0 and pass no gradient. None: all tokens are wanted.
+        live: int64 [L], ascending: places among the wanted tokens of those that the loss may send a gradient to; the
+            others enter no GEMM of backward. A gradient that arrives at one of these makes the whole gradient NaN:
+            never a plausible one, and without a host sync. None: all wanted tokens. Mode ``forward`` does not read it.
         group: the tensor-parallel group over which the vocabulary is split, or None.
         sequence_parallel: ``hidden`` is a shard along T. It is gathered over ``group`` in forward and once more in
             backward, and its gradient is reduce-scattered. If False, the gradient is all-reduced over ``group``.
@@ -105,7 +109,8 @@ def linear_token_logprobs(
         one = torch.full(targets.shape, float(scale), dtype=torch.float64, device=targets.device)
         inverse_tau = one if inverse_tau is None else inverse_tau * scale
     job = HeadJob(
-        shard=find_shard(weight.size(0), group, vocab_size, padded_vocab), entropy=entropy, rows=rows, group=group,
+        shard=find_shard(weight.size(0), group, vocab_size, padded_vocab), entropy=entropy, rows=rows, live=live,
+        group=group,
         sequence_parallel=sequence_parallel, into_main_grad=into_main_grad, chunk_tokens=chunk_tokens,
         chunk_elements=chunk_elements, keep=mode == "keep",
     )  # fmt: skip
