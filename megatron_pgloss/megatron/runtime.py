@@ -6,7 +6,7 @@ Shapes: `b` rows and `s` positions of this rank's shard of a micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from megatron_pgloss.errors import DataError, PGLossError, SpecError
 from megatron_pgloss.logprobs import TokenLogprobs
+from megatron_pgloss.logprobs.head.gemm import HeadDtype
 from megatron_pgloss.megatron import call, factors, modes, outputs
+from megatron_pgloss.megatron import head_dtype as head_dtypes
 from megatron_pgloss.megatron.call import Boundaries, Forward, Inputs, Shard
 from megatron_pgloss.megatron.conditions import Setup
 from megatron_pgloss.megatron.context_parallel import shard
@@ -56,6 +58,8 @@ class Runtime:
         vocab_size: int | None,
         head: HeadMode,
         head_memory: int,
+        head_dtype: HeadDtype | None,
+        sampler_head: HeadDtype | None,
         reuse_logits: bool,
         forward: Forward | None,
         on_nonfinite: str,
@@ -69,14 +73,21 @@ class Runtime:
         self.masked = False
         """Whether the step that is open hands ``padding_mask`` over."""
         # What steps of several ranks must have in common, beside what a plan compares anyway.
-        self._agreed = repr((head, head_memory, reuse_logits, forward is not None, on_nonfinite))
+        self.note: dict[str, str | None] = {
+            "head": head, "head_dtype": head_dtypes.chosen(head, head_dtype, sampler_head),
+            "sampler_head": sampler_head,
+        }  # fmt: skip
+        """In which numbers the head works: for the checkpoint, see `check_note`."""
+        head_dtypes.log_start(*self.note.values())  # type: ignore[arg-type]
+        self._agreed = repr((self.note, head_memory, reuse_logits, forward is not None, on_nonfinite))
         self.layout = Layout.read(pg_collection)
         self._model, self._head_mode = model, head
         bare = self.look_again()
         self.vocab_size: int | None = vocab_size or getattr(bare[0], "vocab_size", None)
         self.head: Head = make_head(
-            head, bare, self.layout, spec, vocab_size=self.vocab_size, reuse=reuse_logits, memory=head_memory
-        )
+            head, bare, self.layout, spec, vocab_size=self.vocab_size, reuse=reuse_logits, memory=head_memory,
+            head_dtype=self.note["head_dtype"], sampler_head=sampler_head,  # type: ignore[arg-type]
+        )  # fmt: skip
 
     def look_again(self) -> list[Any]:
         """Read chunks, config, wrappers and factors as they are now, and refuse what would be wrong.
@@ -93,7 +104,8 @@ class Runtime:
         modes.refuse(
             Setup(
                 config=self.config, chunks=self.chunks, bare=bare, layout=self.layout, spec=self.spec,
-                head=self._head_mode, packed=self.split.packed, own_forward=self._forward is not None,
+                head=self._head_mode, head_dtype=self.note["head_dtype"],
+                packed=self.split.packed, own_forward=self._forward is not None,
                 skips=self.on_nonfinite == "skip",
             )
         )  # fmt: skip
@@ -101,6 +113,14 @@ class Runtime:
         self.schedule_factor = factors.schedule_factor(self.config, self.layout)
         self.wrapper_factor = factors.wrapper_factor(self.chunks, self.layout)
         return bare
+
+    def check_note(self, saved: Mapping[str, str | None]) -> None:
+        """Refuse to go on from a checkpoint whose `note` has other numbers than this step.
+
+        Raises:
+            SpecError: names what differs.
+        """
+        head_dtypes.compare_notes(self.note, saved)
 
     def refuse_another(self, model: Any) -> None:
         """Refuse to train a model that is no chunk of the step's.
