@@ -220,8 +220,8 @@ def _parallel(rank: int, world: int) -> list[tuple[str, list[float]]]:
 
 def _rounded(rank: int, world: int, more: dict[str, Any]) -> list[tuple[str, list[float]]]:
     """One byte a logit against the same head in one process, chunks of another size; and 16-bit logits, whose stored
-    codes must be equal bits: operands here are multiples of 1/8, so that every float32 sum is exact. (The log-sum-exp comes
-    from float32 exponentials, whose sums know the shards.)
+    codes must be equal bits: operands here are multiples of 1/8, so that every float32 sum is exact. (The log-sum-exp
+    comes from float32 exponentials, whose sums know the shards.)
     """
     hidden, weight, targets = draw(vocab=40)
     table = []
