@@ -14,11 +14,14 @@ from torch import Tensor
 
 import megatron_pgloss as pg
 from megatron_pgloss.logprobs import linear_token_logprobs
+from megatron_pgloss.logprobs.head.forward import HeadJob, WantedRows, run_forward
+from megatron_pgloss.logprobs.head.linear import MODES as MODES_STORE
+from megatron_pgloss.logprobs.vocab.shard import find_shard
 from support.steps import refused
 from support.worlds import run_world
 
 T, H, V = 24, 8, 37
-MODES = ("keep", "recompute", "forward")
+MODES = ("keep", "keep32", "recompute", "forward")
 
 
 def draw(seed: int = 0, vocab: int = V) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,7 +215,50 @@ def _parallel(rank: int, world: int) -> list[tuple[str, list[float]]]:
             wanted = (want[0], want[1].chunk(world)[rank] if sequence_parallel else want[1], want[2].chunk(world)[rank])
             errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, wanted, strict=True)]
             table.append((f"{mode}, {'sequence' if sequence_parallel else 'plain'}", errors))
+    return table + _rounded(rank, world, more)
+
+
+def _rounded(rank: int, world: int, more: dict[str, Any]) -> list[tuple[str, list[float]]]:
+    """One byte a logit against the same head in one process, chunks of another size; and 16-bit logits, whose stored
+    codes must be equal bits: operands here are multiples of 1/8, so that every float32 sum is exact. (The log-sum-exp
+    comes from float32 exponentials, whose sums know the shards.)
+    """
+    hidden, weight, targets = draw(vocab=40)
+    table = []
+    for tau in (None, torch.linspace(0.5, 2.0, T, dtype=torch.float64)):
+        given = more | {"mode": "keep8", "temperature": tau}
+        want = found(hidden, weight, targets, 3.0, **given | {"chunk_tokens": 4})
+        for sequence_parallel in (False, True):
+            got = found(
+                hidden.chunk(world)[rank] if sequence_parallel else hidden, weight.chunk(world)[rank], targets, 3.0,
+                group=dist.group.WORLD, sequence_parallel=sequence_parallel, **given,
+            )  # fmt: skip
+            dx = want[1].chunk(world)[rank] if sequence_parallel else want[1]
+            wanted = (want[0], dx, want[2].chunk(world)[rank])
+            table.append(
+                ("keep8", [float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, wanted, strict=True)])
+            )
+    coarse, fine = ((x.clamp(-2, 2) * 8).round().div(8).bfloat16() for x in (hidden, weight))
+    for mode in ("keep", "keep8"):
+        whole = _codes(coarse, fine, targets, None, mode)
+        mine = _codes(coarse, fine.chunk(world)[rank].contiguous(), targets, dist.group.WORLD, mode)
+        width = max(0, min(37 - rank * len(fine) // world, len(fine) // world))
+        shard = whole.code_NV.chunk(world, 1)[rank]
+        same = (
+            torch.equal(mine.code_NV[:, :width], shard[:, :width])
+            and float((mine.lse_N - whole.lse_N).abs().max()) < 1e-6
+        )
+        table.append((f"codes of {mode}", [float(not same)]))
     return table
+
+
+def _codes(hidden: Tensor, weight: Tensor, targets: Tensor, group: Any, mode: str) -> Any:
+    """What a forward pass stores."""
+    job = HeadJob(
+        find_shard(weight.size(0), group, 37), True, None, None, group, False, False, 9, 2**18,
+        MODES_STORE[mode], "fp32",  # type: ignore[index]
+    )  # fmt: skip
+    return run_forward(WantedRows(hidden, targets, None), weight, job)[1]
 
 
 @pytest.mark.multiproc
@@ -221,3 +267,4 @@ def test_tensor_parallel(world: int) -> None:
     for table in run_world(_parallel, world):
         for name, errors in table:
             assert max(errors) < 1e-12, (name, errors)
+        assert sum(name == "keep8" for name, _ in table) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from support.layouts import quiet
 from support.worlds import world_fixture
 
 MODES = ("keep", "recompute", "forward", "auto")
+ROUNDING = ("keep32", "keep8")
 THD = Split(max_tokens=80)
 TURNS = 2 if EXHAUSTIVE else 1
 """Modes on each layout."""
@@ -83,7 +85,7 @@ def _half(rank: int, world: int) -> dict[str, Any]:
     chunks, where = build(layout)
     batches = batches_of(layout, where, spec, judge.rows(layout.data))
     found: dict[str, Any] = {}
-    for head in ("given", *MODES):
+    for head in ("given", *MODES, *ROUNDING):
         step, _ = make_step(layout, chunks, spec, head=head)
         step.begin(batches)
         step.finish(run_schedule(step, chunks))
@@ -98,6 +100,73 @@ def _half(rank: int, world: int) -> dict[str, Any]:
             "scores": [batch.streams["old"] for batch in step.score(batches, into="old")],
         }
     leave(chunks)
+    return found | {"said": _said(), "one byte": _one_byte()}
+
+
+def _said() -> dict[str, list[str]]:
+    """What steps of a bf16 model log of their heads, and what is refused of a note."""
+    layout = Scenario(tp=2, sp=True, layers=2, model=dict(dtype=torch.bfloat16))
+    spec = pg.presets.dapo()
+    judge = jobs.judge_of({"dapo": spec})
+    judge.prepare(layout.data)
+    chunks, where = build(layout)
+    batches, said = batches_of(layout, where, spec, judge.rows(layout.data)), {}
+    log = logging.getLogger("megatron_pgloss.megatron")
+    before = log.level
+    log.setLevel(logging.INFO)
+    for name, options in {
+        "one-sided": dict(head="keep", head_dtype="fp32", sampler_head="bf16"),
+        "alike": dict(head="keep", sampler_head="bf16"),
+        "given, too coarse": dict(head="given", sampler_head="tf32"),
+        "auto": dict(head="auto"),
+    }.items():
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, lines=lines: lines.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign, misc]
+        log.addHandler(handler)
+        step, _ = make_step(layout, chunks, spec, **options)
+        for _ in range(2 if name == "one-sided" else 1):
+            step.begin(batches)
+            step.finish(run_schedule(step, chunks))
+        log.removeHandler(handler)
+        said[name] = lines
+        if name == "alike":
+            assert step.note == {"head": "keep", "head_dtype": "bf16", "sampler_head": "bf16"}
+            step.check_note(step.note)
+            try:
+                step.check_note({"head": "keep8"})
+            except pg.SpecError as error:
+                said["note"] = [str(error)]
+    log.setLevel(before)
+    leave(chunks)
+    return said
+
+
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    dict(), dict(tp=2, sp=True, per_token=True), dict(cp=2, split=THD),
+    dict(vocab=30), dict(tp=4, sp=True, vocab=30),
+)  # fmt: skip
+"""The first of each vocabulary is the one that the others are held to."""
+
+
+def _one_byte() -> list[tuple[str, float, float]]:
+    """``keep8`` in float64 over layouts: gradients against those of the first layout on the same data, where every
+    process has the whole head.
+    """
+    spec = pg.presets.dapo(entropy=0.01)
+    judge, found, first = jobs.judge_of({"dapo": spec}), [], {}
+    for fields in LAYOUTS:
+        layout = Scenario(world=4, **{"layers": 2, **fields})
+        judge.prepare(layout.data)
+        chunks, where = build(layout)
+        step, more = make_step(layout, chunks, spec, head="keep8")
+        step.begin(batches_of(layout, where, spec, judge.rows(layout.data)))
+        step.finish(run_schedule(step, chunks, **more))
+        grads = {name: grad.clone() for name, grad in full_gradients(chunks).items()}
+        exact, _ = worst(grads, judge.answer(layout.data, "dapo")[1])
+        same, _ = worst(grads, first.setdefault(layout.data, grads))
+        found.append((layout.name, same, exact))
+        leave(chunks)
     return found
 
 
@@ -125,4 +194,34 @@ def test_half_precision_loss_scale_evaluation_and_scores(everyone: Any) -> None:
             assert found[mode]["error"] <= 1.2 * plain["error"], (mode, found[mode]["error"], plain["error"])
             assert found[mode]["untouched"], mode
             for one, other in zip(found[mode]["scores"], plain["scores"], strict=True):
-                assert float((one - other).abs().max()) < 2e-2  # given logits are rounded to float16 either way
+                assert float((one - other).abs().max()) < 2e-2  # given logits are rounded to float16
+        for mode in ROUNDING:
+            assert found[mode]["error"] <= 1.2 * plain["error"] + (3e-3 if mode == "keep8" else 0), mode
+            assert found[mode]["untouched"], mode
+
+
+@pytest.mark.multiproc
+def test_one_byte_a_logit_rounds_alike_on_every_layout(everyone: Any, table: list[str]) -> None:
+    """1e-10 from the same head in one process, in float64; how far it is from the oracle is said."""
+    found = everyone[0]["one byte"]
+    table.append(f"head='keep8', {len(found)} layouts: {max(row[2] for row in found):.1e} from the oracle")
+    for name, same, exact in found:
+        assert same < 1e-10, name
+        assert 1e-6 < exact < 2e-2, name  # it does round
+
+
+@pytest.mark.multiproc
+def test_a_head_says_its_numbers_and_a_one_sided_one_is_warned_of(everyone: Any) -> None:
+    for rank, found in enumerate(everyone):
+        said, speaks = found["said"], rank % 2 == 0  # the first tensor-parallel rank
+        warned = {name: [line for line in lines if line.startswith("WARNING")] for name, lines in said.items()}
+        assert len(warned["one-sided"]) == speaks and not warned["alike"] and not warned["auto"]
+        assert len(warned["given, too coarse"]) == speaks
+        if speaks:
+            assert "fp32 and the sampler's bf16" in warned["one-sided"][0] and "k3 is " in warned["one-sided"][0]
+            assert "cannot be measured" in warned["given, too coarse"][0]
+        assert any("logits in fp32; the sampler's head: bf16" in line for line in said["one-sided"])
+        assert any("not declared" in line for line in said["auto"])
+        (saved,) = [line for line in said["auto"] if "head='keep8'" in line]
+        assert "head='auto' takes keep32" in saved
+        assert "keep8" in said["note"][0] and "check_note" in said["note"][0]

@@ -144,6 +144,12 @@ def dynamic(chunks: Chunks) -> Chunks:
     return chunks
 
 
+def asks_for_float32(chunks: Chunks) -> Chunks:
+    """A model that wants its logits in float32, as the constructor of a development version sets it."""
+    chunks[0].module.logit_dtype = torch.float32
+    return chunks
+
+
 KEPT = pg.KeptSet(source="recomputed", outside="drop")
 CRITIC: dict[str, Any] = {"spec": pg.presets.critic()}
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -165,6 +171,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         Job(), changed_layer("_forward_impl"), {"head": "keep"},
     ),
     "a fused head on an output layer with hooks": (Job(), changed_layer("hook"), {"head": "keep"}, "forward hooks"),
+    "a fused head that rounds logits of which the model asks for float32": (
+        Job(), asks_for_float32, {"head": "keep", "head_dtype": "bf16"},
+    ),
     "a fused head with defer_embedding_wgrad_compute": (
         Job(), setting(defer_embedding_wgrad_compute=True), {"head": "auto"},
     ),

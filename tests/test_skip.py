@@ -133,6 +133,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "on_nonfinite": {"on_nonfinite": "skip"},
     "head": {"head": "recompute"},
     "head_memory": {"head_memory": 7},
+    "sampler_head": {"sampler_head": "fp32"},
     "allow_empty_microbatches": {"allow_empty_microbatches": True},
     "forward": {"forward": lambda model, micro, inputs: model(**inputs)},
 }

@@ -213,7 +213,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
     given = inspect.signature(pgm.PolicyLossStep).parameters
     defaults = {
         "pg_collection": None, "on_nonfinite": "raise", "allow_empty_microbatches": False, "reuse_logits": True,
-        "vocab_size": None, "head": "given", "head_memory": 2 * 1024**3,
+        "vocab_size": None, "head": "given", "head_memory": 2 * 1024**3, "head_dtype": None, "sampler_head": None,
     }  # fmt: skip
     assert {name: given[name].default for name in defaults} == defaults
     called = inspect.signature(pgm.PolicyLossStep.forward_step).parameters  # Megatron calls it by position

@@ -129,7 +129,7 @@ def _te() -> Finding:
         return Finding("Transformer Engine", "absent", "Megatron-Core's local layers")
     if importlib.util.find_spec("transformer_engine_torch") is None:
         return Finding("Transformer Engine", version, "its torch part is not installed", wrong=True)
-    return Finding("Transformer Engine", version, "its layers; the LM head stays in the model's own precision")
+    return Finding("Transformer Engine", version, "its layers; no LM head of this package runs in FP8 (docs/fp8.md)")
 
 
 def _apex() -> Finding:

@@ -54,8 +54,9 @@ def _add_layout(group: Any) -> None:
     for flag, text in flags.items():
         group.add_argument(f"--{flag}", action="store_true", default=None, help=text)
     group.add_argument(
-        "--head", choices=("auto", "keep", "recompute", "forward"), help="the fused head, instead of logits"
-    )
+        "--head", choices=("auto", "keep", "keep32", "recompute", "forward"),
+        help="the fused head, instead of logits; keep8 rounds on purpose, and has tests of its own",
+    )  # fmt: skip
     group.add_argument("--experts", type=_size, metavar="N", help="mixture of experts; 4 where --ep is above 1")
     how = group.add_mutually_exclusive_group()
     how.add_argument("--packed", type=_size, nargs="?", const=80, metavar="TOKENS", help="packed rows (default 80)")

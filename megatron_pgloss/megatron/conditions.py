@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megatron_pgloss.megatron.layout import Layout
 from megatron_pgloss.spec import LossSpec
 
@@ -24,6 +26,8 @@ class Setup:
     spec: LossSpec
     head: str
     """Name of the head: ``given`` for the model's logits, else a mode of the fused head."""
+    head_dtype: str | None = None
+    """Numbers of a fused head's logits."""
     packed: bool = False
     """Whether rows are packed."""
     own_forward: bool = False
@@ -130,6 +134,14 @@ def replaced(name: str) -> Callable[[Setup, Any], bool]:
         return name in vars(layer) or getattr(code, "co_qualname", "") != f"ColumnParallelLinear.{name}"
 
     return found
+
+
+def asks_for_float32(setup: Setup, layer: Any) -> bool:
+    """Whether the model wants float32 logits of its output layer (``logit_dtype``, megatron-core 0.20's development),
+    and the fused head would round them.
+    """
+    wanted = (getattr(model, "logit_dtype", None) for model in setup.bare)
+    return setup.head_dtype in ("bf16", "fp16") and any(dtype == torch.float32 for dtype in wanted)
 
 
 def hooked(setup: Setup, layer: Any) -> str:

@@ -7,22 +7,27 @@ order (sequence first), `V` vocabulary, `Vl` columns of one shard.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import DataError, SpecError
 from megatron_pgloss.logprobs import TokenLogprobs, linear_token_logprobs, token_logprobs
+from megatron_pgloss.logprobs.head.gemm import HeadDtype, logit_dtype
+from megatron_pgloss.megatron.head_dtype import SAMPLE, OneSided, of_dtype, rounded
 from megatron_pgloss.megatron.layout import Layout
 from megatron_pgloss.objective.loss import loss_gradients
 from megatron_pgloss.planning import MicroBatch
 from megatron_pgloss.spec import KeptSet, LossSpec, Value
 
-HeadMode = Literal["given", "auto", "keep", "recompute", "forward"]
-HEAD_MODES = ("given", "auto", "keep", "recompute", "forward")
+_LOG = logging.getLogger(__name__)
+
+HeadMode = Literal["given", "auto", "keep", "keep32", "keep8", "recompute", "forward"]
+HEAD_MODES: tuple[HeadMode, ...] = get_args(HeadMode)
 
 
 class Head(Protocol):
@@ -48,14 +53,15 @@ class GivenHead:
         reuse_logits: whether to write the gradient into the logits' own storage.
         kept: how sampled tokens are scored on the sets that they were drawn from; None: on the whole vocabulary.
         padded_vocab: the number of columns that the model says it has, padding included.
+        sampler_head: the numbers in which the sampler makes its logits; None: not declared.
     """
 
     def __init__(
         self, layout: Layout, vocab_size: int | None, reuse_logits: bool, kept: KeptSet | None = None,
-        padded_vocab: int | None = None,
+        padded_vocab: int | None = None, sampler_head: HeadDtype | None = None,
     ) -> None:  # fmt: skip
         self._layout, self._vocab, self._reuse, self._kept = layout, vocab_size, reuse_logits, kept
-        self._padded = padded_vocab
+        self._padded, self._one_sided = padded_vocab, OneSided(sampler_head, layout.tp_rank == 0)
 
     @contextmanager
     def attached(self, bare: Any) -> Iterator[dict[str, Any]]:
@@ -71,31 +77,57 @@ class GivenHead:
                 "the model's output has the wrong shape", expected=[*micro.shape, "V/tp"], got=list(output.shape)
             )
         ids = micro.spec.chosen if micro.spec is not None else None
+        if self._one_sided.pending(of_dtype(output.dtype), output.dtype):
+            self._compare(micro, output.detach())
         return token_logprobs(
             output, micro.targets, chosen_ids=None if ids is None else micro.wide(ids), temperature=micro.temperature,
             entropy=entropy, ref_logits=ref_logits, kept=micro.kept_by(self._kept), group=self._layout.tp,
             vocab_size=self._vocab, padded_vocab=self._padded, reuse_logits=self._reuse,
         )  # fmt: skip
 
+    def _compare(self, micro: MicroBatch, output: Tensor) -> None:
+        """The model's logits beside the same logits rounded as the sampler's head does, on some real tokens."""
+        sampler, own = self._one_sided.sampler, of_dtype(output.dtype)
+        place_N = some((micro.index_N >= 0).nonzero()[:, 0]).to(output.device, non_blocking=True)
+        if sampler is None or not place_N.numel():
+            return
+        tau = None if micro.temperature is None else micro.temperature.reshape(-1)[place_N]
+        z_NV, target_N = output.reshape(-1, output.size(-1))[place_N], micro.targets.reshape(-1)[place_N]
+
+        def scored(logits: Tensor) -> Tensor:
+            return token_logprobs(
+                logits, target_N, temperature=tau, group=self._layout.tp, vocab_size=self._vocab,
+                padded_vocab=self._padded,
+            ).logprob  # fmt: skip
+
+        finer = output.dtype.itemsize > 2 and sampler in ("bf16", "fp16")
+        self._one_sided.say(own, scored(z_NV), (lambda: scored(rounded(z_NV, sampler))) if finer else None)
+
 
 class FusedHead:
     """Log-probs from hidden states and the LM head's weight; logits are made, if at all, for `wanted_rows` alone.
 
     Args:
-        mode: ``keep``, ``recompute`` or ``forward`` (see `linear_token_logprobs`), or ``auto``: ``keep`` while the
-            logits of the wanted tokens fit into ``memory`` bytes, beyond that ``forward`` for objectives that are a
-            function of each token alone and ``recompute`` for the others.
+        mode: ``keep``, ``keep32``, ``keep8``, ``recompute`` or ``forward`` (see `linear_token_logprobs`), or ``auto``:
+            ``keep32`` while the unrounded logits of the wanted tokens fit into ``memory`` bytes, beyond that
+            ``forward`` for objectives that are a function of each token alone and ``recompute`` for the others. These
+            three give the same numbers; 16-bit ``keep`` and ``keep8`` round, and are never picked.
         bare: this rank's chunks, unwrapped.
-        memory: bytes that kept logits may take.
+        memory: bytes that stored logits may take.
+        head_dtype: numbers of the logits (`megatron_pgloss.logprobs.head.gemm`).
+        sampler_head: those of the sampler's, where they are declared.
 
     What it cannot run with is refused by `megatron_pgloss.megatron.modes`.
     """
 
     def __init__(
-        self, mode: HeadMode, bare: list[Any], layout: Layout, spec: LossSpec, vocab_size: int | None, memory: int
-    ) -> None:
+        self, mode: HeadMode, bare: list[Any], layout: Layout, spec: LossSpec, vocab_size: int | None, memory: int,
+        head_dtype: HeadDtype = "fp32", sampler_head: HeadDtype | None = None,
+    ) -> None:  # fmt: skip
         self._by_token = spec.by_token
         self._mode, self._layout, self._vocab, self._memory = mode, layout, vocab_size, memory
+        self._dtype, self._one_sided = head_dtype, OneSided(sampler_head, layout.tp_rank == 0)
+        self._said_bytes = False
         owners = [model for model in bare if getattr(model, "post_process", False)]
         self._owner: Any = owners[0] if owners else None
 
@@ -141,15 +173,29 @@ class FusedHead:
         live = live if live is None else live.to(weight.device, non_blocking=True)
         training = torch.is_grad_enabled() and micro.spec is not None
         tau = micro.temperature
-        lp = linear_token_logprobs(
-            hidden.transpose(0, 1).reshape(-1, weight.size(1)), weight, flat.down(micro.targets),
-            temperature=None if tau is None else flat.down(tau), entropy=entropy, scale=_scale(self._owner),
-            rows=index, live=live, group=self._layout.tp, sequence_parallel=layer.sequence_parallel,
-            vocab_size=self._vocab,
+        flat_RH = hidden.transpose(0, 1).reshape(-1, weight.size(1))
+        common: dict[str, Any] = dict(
+            temperature=None if tau is None else flat.down(tau), scale=_scale(self._owner), group=self._layout.tp,
+            sequence_parallel=layer.sequence_parallel, vocab_size=self._vocab,
             padded_vocab=weight.size(0) * self._layout.tp_size,  # a weight is never gathered
-            mode=self._pick(index.numel(), weight, training), upstream=_upstream(micro, flat),  # type: ignore[arg-type]
-            into_main_grad=hasattr(weight, "main_grad") and hasattr(weight, "grad_added_to_main_grad"),
         )  # fmt: skip
+        lp = linear_token_logprobs(
+            flat_RH, weight, flat.down(micro.targets), entropy=entropy, rows=index, live=live, head_dtype=self._dtype,
+            mode=self._pick(index.numel(), weight, training), upstream=_upstream(micro, flat),  # type: ignore[arg-type]
+            into_main_grad=hasattr(weight, "main_grad") and hasattr(weight, "grad_added_to_main_grad"), **common,
+        )  # fmt: skip
+        if index.numel() and self._one_sided.pending(self._dtype, weight.dtype):
+            few_N = some(index)
+
+            def sampler() -> Tensor:
+                with torch.no_grad():
+                    other = linear_token_logprobs(
+                        flat_RH.detach(), weight, flat.down(micro.targets), rows=few_N, mode="recompute",
+                        head_dtype=self._one_sided.sampler or self._dtype, **common,
+                    )  # fmt: skip
+                return other.logprob[few_N]
+
+            self._one_sided.say(self._dtype, lp.logprob.detach()[few_N], sampler)
         return TokenLogprobs(flat.up(lp.logprob), None if lp.entropy is None else flat.up(lp.entropy))
 
     @property
@@ -162,14 +208,24 @@ class FusedHead:
     def _pick(self, rows: int, weight: Tensor, training: bool) -> str:
         if self._mode != "auto":
             return "recompute" if self._mode == "forward" and not training else self._mode
-        if rows * weight.size(0) * weight.element_size() <= self._memory:
-            return "keep"
-        return "forward" if self._by_token and training else "recompute"
+        logits = rows * weight.size(0)
+        bytes_exact = logits * logit_dtype(weight.dtype, self._dtype).itemsize
+        fits = bytes_exact <= self._memory
+        picked = "keep32" if fits else "forward" if self._by_token and training else "recompute"
+        if training and rows and not self._said_bytes:
+            self._said_bytes = True
+            _LOG.info(
+                "head='auto' takes %s: exact logits of this micro-batch are %d bytes, head_memory=%d. By name only, "
+                "since they round what the gradient is made of: head='keep' %d bytes, head='keep8' %d (%d saved).",
+                picked, bytes_exact, self._memory, min(bytes_exact, logits * weight.element_size()), logits,
+                bytes_exact - logits,
+            )  # fmt: skip
+        return picked
 
 
 def make_head(
     mode: HeadMode, bare: list[Any], layout: Layout, spec: LossSpec, *, vocab_size: int | None, padded: int | None,
-    reuse: bool, memory: int,
+    reuse: bool, memory: int, head_dtype: HeadDtype | None = None, sampler_head: HeadDtype | None = None,
 ) -> Head:  # fmt: skip
     """The head called ``mode``. ``padded``: columns of the model, by its own word.
 
@@ -184,8 +240,13 @@ def make_head(
                 "the model does not say how large its vocabulary is, and gathered logits could not be told from shards",
                 expected="vocab_size", fix="PolicyLossStep(vocab_size=...), the tokenizer's",
             )  # fmt: skip
-        return GivenHead(layout, vocab_size, reuse, spec.kept, padded)
-    return FusedHead(mode, bare, layout, spec, vocab_size, memory)
+        return GivenHead(layout, vocab_size, reuse, spec.kept, padded, sampler_head)
+    return FusedHead(mode, bare, layout, spec, vocab_size, memory, head_dtype or "fp32", sampler_head)
+
+
+def some(index_N: Tensor) -> Tensor:
+    """At most `SAMPLE` of them, evenly spread."""
+    return index_N[:: max(1, -(-index_N.numel() // SAMPLE))]
 
 
 def wanted_rows(micro: MicroBatch) -> Tensor:

@@ -91,6 +91,13 @@ REFUSED: tuple[Refusal, ...] = (
         fix="head='given', or no hooks there",
     ),
     Refusal(
+        mode="a fused head that rounds logits of which the model asks for float32",
+        found=conditions.fused_on(conditions.asks_for_float32),
+        reason="the step would train one head, and whoever calls the model by itself would get another",
+        fix="head_dtype='fp32', or a model without logit_dtype",
+        error=SpecError,
+    ),
+    Refusal(
         mode="a fused head with defer_embedding_wgrad_compute",
         found=conditions.fused_on(lambda job, layer: job.config.defer_embedding_wgrad_compute),
         reason="the head computes its weight's gradient itself, so that Megatron has none to compute later",

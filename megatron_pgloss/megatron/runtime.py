@@ -17,7 +17,9 @@ from torch import Tensor
 
 from megatron_pgloss.errors import DataError, PGLossError, SpecError
 from megatron_pgloss.logprobs import TokenLogprobs
+from megatron_pgloss.logprobs.head.gemm import HeadDtype
 from megatron_pgloss.megatron import call, factors, modes, outputs, vocabulary
+from megatron_pgloss.megatron import head_dtype as head_dtypes
 from megatron_pgloss.megatron.call import Boundaries, Forward, Inputs, Shard
 from megatron_pgloss.megatron.conditions import Setup
 from megatron_pgloss.megatron.context_parallel import shard
@@ -59,6 +61,8 @@ class Runtime:
         vocab_size: int | None,
         head: HeadMode,
         head_memory: int,
+        head_dtype: HeadDtype | None,
+        sampler_head: HeadDtype | None,
         reuse_logits: bool,
         forward: Forward | None,
         on_nonfinite: str,
@@ -71,9 +75,15 @@ class Runtime:
         self._forward, self.on_nonfinite = forward, on_nonfinite
         self.masked = False
         """Whether the step that is open hands ``padding_mask`` over."""
+        self.note: dict[str, str | None] = {
+            "head": head, "head_dtype": head_dtypes.chosen(head, head_dtype, sampler_head),
+            "sampler_head": sampler_head,
+        }  # fmt: skip
+        """The numbers in which the head works, for the checkpoint (`check_note`)."""
+        head_dtypes.log_start(*self.note.values())  # type: ignore[arg-type]
         # The options that must be the same on all ranks, beside what a plan compares anyway.
-        self._agreed: dict[str, object] = {
-            "head": head, "head_memory": head_memory, "reuse_logits": reuse_logits, "forward": forward is not None,
+        self._agreed: dict[str, object] = self.note | {
+            "head_memory": head_memory, "reuse_logits": reuse_logits, "forward": forward is not None,
             "on_nonfinite": on_nonfinite, "vocab_size": vocab_size,
         }  # fmt: skip
         self.layout = Layout.read(pg_collection)
@@ -86,15 +96,10 @@ class Runtime:
         """Columns of the softmax, where anything says how many they are."""
         self._ids_below = self.vocab_size or vocabulary.of_embeddings(bare)
         self.head: Head = make_head(
-            head,
-            bare,
-            self.layout,
-            spec,
-            vocab_size=self.vocab_size,
-            padded=said,
-            reuse=reuse_logits,
-            memory=head_memory,
-        )
+            head, bare, self.layout, spec, vocab_size=self.vocab_size, padded=said, reuse=reuse_logits,
+            memory=head_memory, head_dtype=self.note["head_dtype"],  # type: ignore[arg-type]
+            sampler_head=sampler_head,
+        )  # fmt: skip
 
     def look_again(self) -> list[Any]:
         """Read chunks, config, wrappers and factors as they are now, and refuse what would be wrong.
@@ -111,7 +116,8 @@ class Runtime:
         modes.refuse(
             Setup(
                 config=self.config, chunks=self.chunks, bare=bare, layout=self.layout, spec=self.spec,
-                head=self._head_mode, packed=self.split.packed, own_forward=self._forward is not None,
+                head=self._head_mode, head_dtype=self.note["head_dtype"],
+                packed=self.split.packed, own_forward=self._forward is not None,
                 skips=self.on_nonfinite == "skip",
             )
         )  # fmt: skip
@@ -119,6 +125,14 @@ class Runtime:
         self.schedule_factor = factors.schedule_factor(self.config, self.layout)
         self.wrapper_factor = factors.wrapper_factor(self.chunks, self.layout)
         return bare
+
+    def check_note(self, saved: Mapping[str, str | None]) -> None:
+        """Refuse to go on from a checkpoint whose `note` has other numbers than this step.
+
+        Raises:
+            SpecError: names what differs.
+        """
+        head_dtypes.compare_notes(self.note, saved)
 
     def refuse_another(self, model: Any) -> None:
         """Refuse to train a model that is not a chunk of the step's model.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.errors import Caught, DataError
+from megatron_pgloss.logprobs.head.gemm import HeadDtype
 from megatron_pgloss.megatron import call, counting, factors, finish, forward_only, gradients, mtp, padding
 from megatron_pgloss.megatron.call import Boundaries, Forward, Shard
 from megatron_pgloss.megatron.head import HeadMode
@@ -47,9 +48,13 @@ class PolicyLossStep(Runtime):
         vocab_size: the tokenizer's vocabulary size. Columns from there on are padding (their number depends on tensor
             parallelism) and no part of the softmax; None: every column of the model is a token, as in Megatron's own
             cross entropy.
-        head: ``given`` reads the model's logits; ``keep``, ``recompute``, ``forward`` and ``auto`` read hidden states
-            and the head's weight (`megatron_pgloss.megatron.head.FusedHead`).
-        head_memory: bytes that ``auto`` may spend on kept logits.
+        head: ``given`` reads the model's logits; ``keep``, ``keep32``, ``keep8``, ``recompute``, ``forward`` and
+            ``auto`` read hidden states and the head's weight (`megatron_pgloss.megatron.head.FusedHead`).
+        head_memory: bytes that ``auto`` may spend on stored logits.
+        sampler_head: the numbers in which the sampler's head makes logits: ``bf16`` or ``fp16`` (rounded to it),
+            ``fp32``, ``tf32``; None: not declared.
+        head_dtype: the numbers of a fused head; None: the sampler's, or ``fp32`` where that is not declared. Another
+            one than the sampler's warns, with the k3 between the two on the first micro-batch. `note` has all of it.
         reference: the frozen model of an exact KL, laid out as ``model`` (`megatron_pgloss.megatron.reference`).
         forward: ``FN(model, micro, inputs) -> output``, how the model is run on a micro-batch, in training, scoring,
             the statistics pass and evaluation; for models whose ``forward`` has another signature. ``inputs`` has the
@@ -77,13 +82,16 @@ class PolicyLossStep(Runtime):
         vocab_size: int | None = None,
         head: HeadMode = "given",
         head_memory: int = 2**31,
+        head_dtype: HeadDtype | None = None,
+        sampler_head: HeadDtype | None = None,
         reference: Any = None,
         forward: Forward | None = None,
         patience: float | None = None,
     ) -> None:
         super().__init__(
             spec, model, split=split, pg_collection=pg_collection, vocab_size=vocab_size, head=head,
-            head_memory=head_memory, reuse_logits=reuse_logits, forward=forward, on_nonfinite=on_nonfinite,
+            head_memory=head_memory, head_dtype=head_dtype, sampler_head=sampler_head, reuse_logits=reuse_logits,
+            forward=forward, on_nonfinite=on_nonfinite,
         )  # fmt: skip
         self.reference = None if reference is None else Reference(self, reference)
         self._allow_empty, self._allow_padding = allow_empty_microbatches, allow_routed_padding

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.objective.surrogates import SURROGATES
 from megatron_pgloss.objective.token_term import TokenTerm
 from megatron_pgloss.planning import MicroBatch
-from megatron_pgloss.spec import Component, LossSpec, PolicyGradient
+from megatron_pgloss.spec import Component, PolicyGradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +115,10 @@ def _composed(inputs: dict[str, Tensor], micro: MicroBatch, keep_tokens: bool) -
     known = StepFacts(spec, frozenset(micro.table), "entropy" in inputs)
     for x in streams:
         part = x.component
-        made, acting, (term_N, worth, bad_N) = component_loss(x, micro, spec)
+        function, given = arithmetic(part, x)
+        made = function(*given)
+        acting = late(part, x, micro, spec)
+        term_N, worth, bad_N = weighted(acting.act(made.term_N), x, micro.weight(part.name).reshape(-1))
         slope = micro.slope(part.name)
         if slope is not None:
             # What this token's log-prob moves through the ratio of its episode, whose terms lie anywhere: 0 in value.
@@ -125,19 +130,11 @@ def _composed(inputs: dict[str, Tensor], micro: MicroBatch, keep_tokens: bool) -
     return LossOutput(loss=total.to(leaf_N.dtype), metrics=metrics, tokens=tokens)
 
 
-def component_loss(
-    x: Streams, micro: MicroBatch, spec: LossSpec
-) -> tuple[TokenTerm, Late, tuple[Tensor, Tensor, Tensor]]:
-    """One component's term, the gates and late corrections on it, and three results of both: the term as it enters the
-    sum, [N]; its sum under the plan's weights (0-d float64, without the coefficient); and bool [N]: the broken tokens.
-    """
-    part = x.component
+def arithmetic(part: Component, x: Streams) -> tuple[Callable[..., TokenTerm], tuple[Any, ...]]:
+    """The function that makes a component's term, and its arguments."""
     if isinstance(part, PolicyGradient):
-        made = SURROGATES[part.surrogate.kind](x, part.surrogate)
-    else:
-        made = TERMS[part.kind](part, x)
-    acting = late(part, x, micro, spec)
-    return made, acting, _weighted(acting.act(made.term_N), x, micro.weight(part.name).reshape(-1))
+        return SURROGATES[part.surrogate.kind], (x, part.surrogate)
+    return TERMS[part.kind], (part, x)
 
 
 def weighted_sum(values: Tensor, micro: MicroBatch, component: str) -> Tensor:
@@ -215,8 +212,10 @@ def _chosen(lp: TokenLogprobs | None, micro: MicroBatch, ids: str) -> Tensor:
     return lp.chosen.reshape(math.prod(micro.shape), shape[-1])
 
 
-def _weighted(term_N: Tensor, x: Streams, weight_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The term, 0 at broken tokens and outside the members; its weighted sum; and bool [N]: the broken tokens."""
+def weighted(term_N: Tensor, x: Streams, weight_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The term as it enters the sum, 0 at broken tokens and outside the members; its sum under the plan's weights (0-d
+    float64, without the coefficient); and bool [N]: the broken tokens.
+    """
     good_N = x.members & finite(term_N)
     bad_N = x.members & ~good_N
     good = flags(good_N, term_N.dtype)

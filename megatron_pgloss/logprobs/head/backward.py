@@ -1,4 +1,4 @@
-"""The fused head that computes its gradient in the backward pass, from logits that were kept or are computed once more.
+"""The fused head that computes its gradient in the backward pass, from logits that were stored or are computed again.
 
 Shapes: `T` rows of the micro-batch, `N` wanted rows, `L` wanted rows that may get a gradient, `R` rows of one chunk,
 `H` hidden, `Vl` columns of the shard.
@@ -18,11 +18,14 @@ from megatron_pgloss.logprobs.head.forward import (
     WantedRows,
     chunks,
     gather_rows,
+    logit_gradient,
     run_forward,
     spread,
-    write_rows,
 )
+from megatron_pgloss.logprobs.head.gemm import logit_dtype, write_logits
+from megatron_pgloss.logprobs.head.stored import Readable, Stored, decode
 from megatron_pgloss.logprobs.head.wgrad import WeightGrad
+from megatron_pgloss.logprobs.rows.per_row import maths_dtype
 from megatron_pgloss.logprobs.upstream import Upstream, upstream_factors
 from megatron_pgloss.logprobs.vocab.merge import Merged
 
@@ -36,11 +39,11 @@ class BackwardHead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute logits and their row statistics; merge the shards' statistics by one collective."""
         if not train:
-            job = job._replace(keep=False)  # no backward will read the logits
+            job = job._replace(store="none")  # no backward will read the logits
         rows = gather_rows(hidden, targets, inverse_tau, job)
-        whole, kept_NV = run_forward(rows, weight, job)
+        whole, stored = run_forward(rows, weight, job)
         if train:
-            ctx.save_for_backward(hidden, weight, targets.clone(), inverse_tau, kept_NV, *whole)
+            ctx.save_for_backward(hidden, weight, targets.clone(), inverse_tau, *(stored or (None, None)), *whole)
             ctx.set_materialize_grads(False)
             ctx.job, ctx.spent = job, False
         count = targets.size(0)
@@ -51,15 +54,16 @@ class BackwardHead(torch.autograd.Function):
     def backward(ctx: Any, g_T: Tensor | None, h_T: Tensor | None) -> tuple[Tensor | None, ...]:
         """Compute dX and dW over the rows that have a gradient; reduce dX over the ranks once."""
         check_once(ctx)
-        hidden, weight, targets, inverse_tau, kept_NV, *merged = ctx.saved_tensors
+        hidden, weight, targets, inverse_tau, code_NV, lse_N, *merged = ctx.saved_tensors
         job: HeadJob = ctx.job
+        stored = None if code_NV is None else Stored(code_NV, lse_N)
         whole = Merged(*merged)
         rows = gather_rows(hidden, targets, inverse_tau, job)
         g_N, h_N = (None if g is None else g if job.rows is None else g[job.rows] for g in (g_T, h_T))
         factors = upstream_factors(g_N, h_N, whole, rows.inverse_tau_N)
         if job.live is not None:
             factors = _spoiled(factors, job.live)
-        back = _Backward(rows, weight, kept_NV, factors, whole, job, *ctx.needs_input_grad[:2])
+        back = _Backward(rows, weight, stored, factors, whole, job, *ctx.needs_input_grad[:2])
         dx, dw = back.run(targets.size(0))
         return dx, dw, None, None, None, None
 
@@ -68,10 +72,10 @@ class _Backward:
     """The state and the loop of one backward pass."""
 
     def __init__(
-        self, rows: WantedRows, weight: Tensor, kept_NV: Tensor | None, factors: Upstream, whole: Merged, job: HeadJob,
+        self, rows: WantedRows, weight: Tensor, stored: Stored | None, factors: Upstream, whole: Merged, job: HeadJob,
         for_hidden: bool, for_weight: bool,
     ) -> None:  # fmt: skip
-        self.rows, self.weight, self.kept_NV = rows, weight, kept_NV
+        self.rows, self.weight, self.stored = rows, weight, stored
         self.factors, self.whole, self.job = factors, whole, job
         self.for_hidden, self.for_weight = for_hidden, for_weight
 
@@ -83,9 +87,10 @@ class _Backward:
             live_L, number = None, total
         else:
             number = live_L.numel()
-        # Kept logits are overwritten by their gradient. Where no row is left out they need no chunks, so that dX and
-        # dW are one GEMM each.
-        at_once = number if live_L is None and self.kept_NV is not None else 0
+        # Stored logits of the weight's own dtype are overwritten by their gradient. Where no row is left out they need
+        # no chunks, so that dX and dW are one GEMM each.
+        in_place = self.stored is not None and self.stored.code_NV.dtype == self.weight.dtype
+        at_once = number if live_L is None and in_place else 0
         parts = list(chunks(number, max(at_once, self.job.chunk_tokens)))
         sink = WeightGrad(self.weight, self.job.into_main_grad, len(parts)) if self.for_weight else None
         dx_TH = self.weight.new_zeros(count, self.weight.size(1)) if self.for_hidden else None
@@ -102,12 +107,15 @@ class _Backward:
         return reduction.result(), None if sink is None else sink.result()
 
     def _logit_gradient(self, index: slice | Tensor) -> Tensor:
-        if self.kept_NV is None:
-            z_RV = self.rows.hidden_NH[index].mm(self.weight.t())
-        else:  # `index` is a slice (a view) where no row is left out, else a tensor (a copy of the chunk)
-            z_RV = self.kept_NV[index]
-        write_rows(z_RV, self.rows, index, self.factors.take(index), self.whole, self.job)
-        return z_RV
+        rows, weight, job = self.rows.take(index), self.weight, self.job
+        if self.stored is not None:  # a slice where no row is left out (a view), else a tensor (a copy of the chunk)
+            read = decode(self.stored, index, self.whole.lse, self.rows.inverse_tau_N, maths_dtype(weight))
+        else:
+            dtype = logit_dtype(weight.dtype, job.head_dtype)
+            z_RV = weight.new_empty(rows.hidden_NH.size(0), weight.size(0), dtype=dtype)
+            write_logits(rows.hidden_NH, weight, job.head_dtype, z_RV)
+            read = Readable(z_RV, self.whole.lse[index], rows.inverse_tau_N)
+        return logit_gradient(read, rows.target_N, self.factors.take(index), job, weight.dtype)
 
 
 def _spoiled(factors: Upstream, live_L: Tensor) -> Upstream:

@@ -6,6 +6,7 @@ Shapes: `T` rows of the micro-batch, `N` wanted rows, `R` rows of one chunk, `H`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_pgloss.logprobs.head.gemm import HeadDtype, logit_dtype, write_logits
+from megatron_pgloss.logprobs.head.stored import Readable, Store, Stored, empty_store, encode
 from megatron_pgloss.logprobs.rows.per_row import maths_dtype
 from megatron_pgloss.logprobs.rows.sweep import measure, write_gradient
 from megatron_pgloss.logprobs.upstream import Upstream
-from megatron_pgloss.logprobs.vocab.merge import Merged, merge
+from megatron_pgloss.logprobs.vocab.merge import Merged, concatenated, merge, merge_with_peak
 from megatron_pgloss.logprobs.vocab.order import RowOrder
 from megatron_pgloss.logprobs.vocab.shard import VocabShard
 
@@ -34,7 +37,8 @@ class HeadJob(NamedTuple):
     into_main_grad: bool
     chunk_tokens: int
     chunk_elements: int
-    keep: bool
+    store: Store
+    head_dtype: HeadDtype
 
 
 class WantedRows(NamedTuple):
@@ -43,6 +47,10 @@ class WantedRows(NamedTuple):
     hidden_NH: Tensor
     target_N: Tensor
     inverse_tau_N: Tensor | None
+
+    def take(self, index: slice | Tensor) -> WantedRows:
+        """Some of them."""
+        return WantedRows(*(None if part is None else part[index] for part in self))  # type: ignore[arg-type]
 
 
 def gather_rows(hidden: Tensor, targets: Tensor, inverse_tau: Tensor | None, job: HeadJob) -> WantedRows:
@@ -69,12 +77,12 @@ def chunks(count: int, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, count))
 
 
-def row_stats(z_RV: Tensor, rows: WantedRows, part: slice, job: HeadJob) -> Tensor:
-    """This shard's statistics of a chunk of logits, float64 [R, C]."""
+def row_stats(z_RV: Tensor, rows: WantedRows, job: HeadJob) -> Tensor:
+    """This shard's statistics of the logits of ``rows``, float64 [R, C]."""
     return measure(
         z_RV,
-        rows.target_N[part] - job.shard.start,
-        None if rows.inverse_tau_N is None else rows.inverse_tau_N[part],
+        rows.target_N - job.shard.start,
+        rows.inverse_tau_N,
         order=RowOrder.of(z_RV),
         width=job.shard.width,
         entropy=job.entropy,
@@ -82,30 +90,53 @@ def row_stats(z_RV: Tensor, rows: WantedRows, part: slice, job: HeadJob) -> Tens
     )
 
 
-def write_rows(
-    z_RV: Tensor, rows: WantedRows, index: slice | Tensor, factors: Upstream, whole: Merged, job: HeadJob
-) -> None:
-    """Overwrite logits by their gradient. ``index`` says which of the wanted rows the logits belong to."""
-    tau_N = rows.inverse_tau_N
-    write_gradient(
-        z_RV, factors.a_T, factors.b_T, entry_T=factors.entry_T, hit_T=factors.hit_T, live_T=factors.live_T,
-        target_T=rows.target_N[index] - job.shard.start, lse_T=whole.lse[index],
-        inverse_tau_T=None if tau_N is None else tau_N[index], order=RowOrder.of(z_RV), width=job.shard.width,
-        reuse=True, chunk_elements=job.chunk_elements,
+def logit_gradient(read: Readable, target_R: Tensor, factors: Upstream, job: HeadJob, dtype: torch.dtype) -> Tensor:
+    """The logits' gradient in ``dtype``: over the logits where they have that dtype, else in new memory."""
+    return write_gradient(
+        read.z_RV, factors.a_T, factors.b_T, entry_T=factors.entry_T, hit_T=factors.hit_T, live_T=factors.live_T,
+        target_T=target_R - job.shard.start, lse_T=read.lse_R, inverse_tau_T=read.inverse_tau_R,
+        order=RowOrder.of(read.z_RV), width=job.shard.width, reuse=read.z_RV.dtype == dtype, dtype=dtype,
+        chunk_elements=job.chunk_elements,
     )  # fmt: skip
 
 
-def run_forward(rows: WantedRows, weight: Tensor, job: HeadJob) -> tuple[Merged, Tensor | None]:
-    """Statistics of all wanted rows, merged by one collective; and the logits [N, Vl] where ``job.keep``, else None."""
+def run_forward(rows: WantedRows, weight: Tensor, job: HeadJob) -> tuple[Merged, Stored | None]:
+    """Statistics of all wanted rows over the whole vocabulary, and what ``job.store`` stores of their logits.
+
+    One collective; one for each chunk where logits are stored relative to their row's largest, which must be known.
+    """
     count, columns = rows.hidden_NH.size(0), weight.size(0)
+    dtype = logit_dtype(weight.dtype, job.head_dtype)
     stats_NC = weight.new_empty(count, 3 if job.entropy else 2, dtype=torch.float64)
-    kept_NV = weight.new_empty(count, columns) if job.keep else None
-    buffer_RV = None if job.keep else weight.new_empty(min(count, job.chunk_tokens), columns)
+    stored = empty_store(count, weight, dtype, job.store)
+    exact = stored is not None and stored.lse_N is None
+    buffer_RV = weight.new_empty(0 if exact else min(count, job.chunk_tokens), columns, dtype=dtype)
+    merged: list[Merged] = []
     for part in chunks(count, job.chunk_tokens):
-        z_RV = kept_NV[part] if kept_NV is not None else _front(buffer_RV, part)
-        torch.mm(rows.hidden_NH[part], weight.t(), out=z_RV)
-        stats_NC[part] = row_stats(z_RV, rows, part, job)
-    return merge(stats_NC, rows.target_N, job.shard), kept_NV
+        z_RV = stored.code_NV[part] if stored is not None and exact else buffer_RV[: part.stop - part.start]
+        here = rows.take(part)
+        write_logits(here.hidden_NH, weight, job.head_dtype, z_RV)
+        stats_NC[part] = row_stats(z_RV, here, job)
+        if stored is not None and not exact:
+            merged.append(_store(stored, part, z_RV, stats_NC[part], here, job))
+    if merged:
+        return concatenated(merged), stored
+    return merge(stats_NC, rows.target_N, job.shard), stored
+
+
+def _store(stored: Stored, part: slice, z_RV: Tensor, stats_RC: Tensor, rows: WantedRows, job: HeadJob) -> Merged:
+    """Store a chunk relative to each row's largest logit, and return its merged statistics. ``z_RV`` is used up."""
+    u_RV = z_RV.to(maths_dtype(z_RV))
+    if rows.inverse_tau_N is not None:
+        u_RV.mul_(rows.inverse_tau_N[:, None].to(u_RV.dtype))
+    width = job.shard.width
+    peak_R = u_RV[:, :width].amax(1).double() if width else stats_RC.new_full((u_RV.size(0),), -math.inf)
+    whole, peak_R = merge_with_peak(stats_RC, peak_R, rows.target_N, job.shard)
+    code_RV, lse_N = stored
+    assert lse_N is not None
+    encode(code_RV[part, :width], u_RV[:, :width], peak_R)
+    lse_N[part] = whole.lse - peak_R
+    return whole
 
 
 def spread(value_N: Tensor, count: int, job: HeadJob, like: Tensor) -> Tensor:
@@ -114,8 +145,3 @@ def spread(value_N: Tensor, count: int, job: HeadJob, like: Tensor) -> Tensor:
     if job.rows is None:
         return out.copy_(value_N)
     return out.index_copy_(0, job.rows, value_N.to(out.dtype))
-
-
-def _front(buffer_RV: Tensor | None, part: slice) -> Tensor:
-    assert buffer_RV is not None
-    return buffer_RV[: part.stop - part.start]

@@ -14,13 +14,18 @@ from torch import Tensor
 from megatron_pgloss.errors import DataError, LayoutError, SpecError
 from megatron_pgloss.logprobs.head.backward import BackwardHead
 from megatron_pgloss.logprobs.head.forward import HeadJob
+from megatron_pgloss.logprobs.head.gemm import HeadDtype, check_head_dtype
 from megatron_pgloss.logprobs.head.planned import LossGradients, PlannedHead
+from megatron_pgloss.logprobs.head.stored import Store
 from megatron_pgloss.logprobs.inputs import inverse_temperature, usual_chunk_elements
 from megatron_pgloss.logprobs.result import TokenLogprobs
 from megatron_pgloss.logprobs.vocab.shard import find_shard
 
-Mode = Literal["keep", "recompute", "forward"]
-MODES = ("keep", "recompute", "forward")
+Mode = Literal["keep", "keep32", "keep8", "recompute", "forward"]
+MODES: dict[Mode, Store] = {
+    "keep": "model", "keep32": "exact", "keep8": "byte", "recompute": "none", "forward": "none",
+}  # fmt: skip
+"""What each mode stores of the logits between forward and backward."""
 
 
 def linear_token_logprobs(
@@ -38,6 +43,7 @@ def linear_token_logprobs(
     vocab_size: int | None = None,
     padded_vocab: int | None = None,
     mode: Mode = "keep",
+    head_dtype: HeadDtype = "fp32",
     upstream: LossGradients | None = None,
     into_main_grad: bool = False,
     chunk_tokens: int = 4096,
@@ -65,10 +71,14 @@ def linear_token_logprobs(
             backward, and its gradient is reduce-scattered. If False, the gradient is all-reduced over ``group``.
         vocab_size: number of real vocabulary columns; columns at or beyond it are padding. None: there is no padding.
         padded_vocab: as for `token_logprobs`.
-        mode: ``keep`` stores the logits of the wanted rows for backward and overwrites them by their gradient (3 GEMMs,
-            memory of N Vl elements); ``recompute`` computes them once more, chunk by chunk (4 GEMMs, one chunk);
-            ``forward`` computes the gradient in the forward pass (3 GEMMs, one chunk and a [Vl, H] float32 sum) and
-            needs ``upstream``.
+        mode: ``keep`` stores the logits of the wanted rows for backward in the weight's dtype and overwrites them by
+            their gradient (3 GEMMs, memory of N Vl elements); ``keep32`` stores them as they are, ``keep8`` in one byte
+            (`head.stored`); ``recompute`` computes them once more, chunk by chunk (4 GEMMs, one chunk); ``forward``
+            computes the gradient in the forward pass (3 GEMMs, one chunk and a [Vl, H] float32 sum) and needs
+            ``upstream``. Log-prob and entropy are the same in all of them; 16-bit ``keep`` and ``keep8`` round the
+            logits that the gradient is made of.
+        head_dtype: numbers of the logits, `head.gemm`: ``fp32`` sums as they are, ``bf16`` or ``fp16`` rounds them as a
+            sampler does whose head is not float32.
         upstream: for mode ``forward``: a function from (logprob [T], entropy [T] or None) to the loss's gradients by
             both, up to one common factor that backward finds by itself. A token's gradients must depend on that token
             alone: it is called once per chunk, with 0 at tokens outside the chunk.
@@ -85,15 +95,17 @@ def linear_token_logprobs(
 
     Raises:
         DataError: shapes or dtypes that do not belong together.
-        SpecError: an unknown mode; ``forward`` without ``upstream``; an unusable temperature or chunk size.
+        SpecError: an unknown mode or ``head_dtype``; ``forward`` without ``upstream``; an unusable temperature or
+            chunk size.
         LayoutError: ``sequence_parallel`` without a group; shards that cannot make up the vocabulary.
         UnsupportedError: (in backward) a second backward; create_graph=True; in mode ``forward`` an incoming gradient
             that is not ``upstream``'s times one factor.
 
-    Source: the row gradient is that of `token_logprobs`. docs/performance.md compares the three modes.
+    Source: the row gradient is that of `token_logprobs`. docs/performance.md compares the modes.
     """
     if mode not in MODES:
         raise SpecError(f"no head mode {mode!r}", expected=" | ".join(MODES))
+    check_head_dtype(head_dtype)
     if mode == "forward" and upstream is None:
         raise SpecError("mode='forward' takes the gradient before the loss is known", fix="pass upstream=")
     if chunk_tokens < 1:
@@ -112,7 +124,7 @@ def linear_token_logprobs(
         shard=find_shard(weight.size(0), group, vocab_size, padded_vocab), entropy=entropy, rows=rows, live=live,
         group=group,
         sequence_parallel=sequence_parallel, into_main_grad=into_main_grad, chunk_tokens=chunk_tokens,
-        chunk_elements=chunk_elements, keep=mode == "keep",
+        chunk_elements=chunk_elements, store=MODES[mode], head_dtype=head_dtype,
     )  # fmt: skip
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if mode == "forward" and needs_grad:

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from megatron_pgloss.errors import UnsupportedError
 from megatron_pgloss.logprobs.head.backward import InputGradient, check_once
-from megatron_pgloss.logprobs.head.forward import HeadJob, WantedRows, chunks, gather_rows, row_stats, write_rows
+from megatron_pgloss.logprobs.head.forward import HeadJob, WantedRows, chunks, gather_rows, logit_gradient, row_stats
+from megatron_pgloss.logprobs.head.gemm import logit_dtype, write_logits
+from megatron_pgloss.logprobs.head.stored import Readable
 from megatron_pgloss.logprobs.head.wgrad import WeightGrad, accumulate
 from megatron_pgloss.logprobs.upstream import upstream_factors
 from megatron_pgloss.logprobs.vocab.merge import Merged, merge
@@ -84,31 +86,30 @@ class _Forward:
         self.h_T = torch.zeros_like(self.logprob_T) if job.entropy else None
         self.dx_TH = torch.zeros(count, weight.size(1), dtype=wide, device=weight.device) if for_hidden else None
         self.dw_VH = torch.zeros_like(weight, dtype=wide) if for_weight else None
-        self._buffer_RV = weight.new_empty(min(rows.hidden_NH.size(0), job.chunk_tokens), weight.size(0))
+        size = min(rows.hidden_NH.size(0), job.chunk_tokens), weight.size(0)
+        self._buffer_RV = weight.new_empty(size, dtype=logit_dtype(weight.dtype, job.head_dtype))
 
     def chunk(self, part: slice) -> None:
         """Run one chunk of wanted rows, from its logits to its share of dX and dW."""
         rows, job = self._rows, self._job
         z_RV = self._buffer_RV[: part.stop - part.start]
-        hidden_RH = rows.hidden_NH[part]
-        torch.mm(hidden_RH, self._weight.t(), out=z_RV)
-        whole = merge(row_stats(z_RV, rows, part, job), rows.target_N[part], job.shard)
+        here = rows.take(part)
+        write_logits(here.hidden_NH, self._weight, job.head_dtype, z_RV)
+        whole = merge(row_stats(z_RV, here, job), here.target_N, job.shard)
         place_R = torch.arange(part.start, part.stop, device=z_RV.device) if job.rows is None else job.rows[part]
         g_R, h_R = self._gradients(whole, place_R)
-        # Scaled by a power of two, which is exact: 16-bit logits would lose gradients of 1e-8, which only a later
+        # Scaled by a power of two, which is exact: a 16-bit gradient would lose gradients of 1e-8, which only a later
         # loss scale makes large enough.
         exponent = _exponent(g_R, h_R)
         g_R, h_R = torch.ldexp(g_R, -exponent), None if h_R is None else torch.ldexp(h_R, -exponent)
-        here = WantedRows(
-            hidden_RH, rows.target_N[part], None if rows.inverse_tau_N is None else rows.inverse_tau_N[part]
-        )
         factors = upstream_factors(g_R, h_R, whole, here.inverse_tau_N)
-        write_rows(z_RV, here, slice(None), factors, whole, job)
+        read = Readable(z_RV, whole.lse, here.inverse_tau_N)
+        dz_RV = logit_gradient(read, here.target_N, factors, job, self._weight.dtype)
         scale = torch.ldexp(torch.ones_like(exponent, dtype=self.g_T.dtype), exponent)
         if self.dx_TH is not None:
-            self.dx_TH.index_copy_(0, place_R, z_RV.mm(self._weight).to(self.dx_TH.dtype) * scale)
+            self.dx_TH.index_copy_(0, place_R, dz_RV.mm(self._weight).to(self.dx_TH.dtype) * scale)
         if self.dw_VH is not None:
-            accumulate(self.dw_VH, z_RV, hidden_RH, float(scale))
+            accumulate(self.dw_VH, dz_RV, here.hidden_NH, float(scale))
 
     def _gradients(self, whole: Merged, place_R: Tensor) -> tuple[Tensor, Tensor | None]:
         """The objective's gradients at this chunk's tokens. All other tokens are handed over as 0, and their gradients

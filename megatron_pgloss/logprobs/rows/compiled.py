@@ -4,8 +4,9 @@ Shapes: `R` rows of one call, `V` columns of this shard that are no padding, `S`
 
 Each loop body (`_BODIES`) is compiled once per dtype and memory layout with all sizes dynamic, first on a
 block of typical size (`_WARM`): Inductor decides from the first sizes it sees which loops run in parallel.
-Inductor adds up a row in one go, which loses 4e-6 at V = 150k in float32. Pieces of at most 2^14 columns
-lose 1e-7, and stay in a core's cache between the maximum and the sum.
+Inductor adds up a piece of a row in one go. In float32 that loses 1e-5 where one token has most of the probability and
+thousands share the rest, so sums are float64. Pieces of at most 2^14 columns stay in a core's cache between the maximum
+and the sum.
 
 The loops need no scratch memory, so one call takes all rows. A call costs some 0.1 ms, and threads share
 its rows: with chunks of three rows (as many as fit a cache at V = 150k), one of two threads idles half of
@@ -71,7 +72,7 @@ class CompiledRows(ChunkedRows):
         if out_RV.data_ptr() == z_RV.data_ptr():
             _body(f"{kind}, in place", *self._warm)(z_RV, a, shift, rate, *more)
         else:
-            _body(kind, *self._warm)(out_RV, z_RV, a, shift, rate, *more)
+            _body(kind, *self._warm, out_RV.dtype)(out_RV, z_RV, a, shift, rate, *more)
 
 
 def _rows_of(x_R1: Tensor, z_RV: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ def _full_rate(rate_R1: Tensor | None, z_RV: Tensor) -> Tensor:
 def _sums(z_RV: Tensor, rate_R1: Tensor) -> tuple[Tensor, ...]:
     wide_RV = z_RV.to(torch.float32)
     peak_R = wide_RV.amax(-1)
-    return peak_R, torch.exp2((wide_RV - peak_R[:, None]) * rate_R1).sum(-1)
+    return peak_R, torch.exp2((wide_RV - peak_R[:, None]) * rate_R1).sum(-1, dtype=torch.float64)
 
 
 def _moments(z_RV: Tensor, rate_R1: Tensor) -> tuple[Tensor, ...]:
@@ -96,7 +97,8 @@ def _moments(z_RV: Tensor, rate_R1: Tensor) -> tuple[Tensor, ...]:
     peak_R = wide_RV.amax(-1)
     d_RV = (wide_RV - peak_R[:, None]) * rate_R1
     e_RV = torch.exp2(d_RV)
-    return peak_R, e_RV.sum(-1), (d_RV.clamp(min=FLOOR) * e_RV).sum(-1)
+    moment_R = (d_RV.clamp(min=FLOOR) * e_RV).sum(-1, dtype=torch.float64)
+    return peak_R, e_RV.sum(-1, dtype=torch.float64), moment_R
 
 
 def _plain(out_RV: Tensor, z_RV: Tensor, a: Tensor, shift: Tensor, rate: Tensor) -> None:
@@ -135,7 +137,7 @@ def _compiled(kind: str) -> Callable[..., Any]:
 
 
 @functools.cache
-def _body(kind: str, dtype: torch.dtype, device: torch.device) -> Callable[..., Any]:
+def _body(kind: str, dtype: torch.dtype, device: torch.device, out: torch.dtype | None = None) -> Callable[..., Any]:
     body = _compiled(kind)
     z_RV = torch.zeros(_WARM, dtype=dtype, device=device)
     factor = torch.zeros(_WARM[0], 1, device=device)
@@ -143,5 +145,5 @@ def _body(kind: str, dtype: torch.dtype, device: torch.device) -> Callable[..., 
         body(z_RV[:, 1:], factor)
         return body
     factors = [factor, factor.clone(), factor.clone()] + ([factor.clone()] if kind.startswith("mixed") else [])
-    body(*([z_RV] if kind.endswith("in place") else [z_RV, z_RV.clone()]), *factors)
+    body(*([z_RV] if kind.endswith("in place") else [z_RV.to(out or dtype, copy=True), z_RV]), *factors)
     return body

@@ -75,7 +75,7 @@ class ChunkedRows:
             else:
                 part_RV = z_RV.index_select(0, index)
                 self.chunk_gradient(part_RV, part_RV, factors.take(index))
-                out_RV.index_copy_(0, index, part_RV)
+                out_RV.index_copy_(0, index, part_RV.to(out_RV.dtype))
 
     def _fill_all(self, z_RV: Tensor, out_RV: Tensor, factors: RowFactors, live_R: Tensor) -> None:
         """Compute the gradient of every row and zero that of dead rows, without a host sync."""

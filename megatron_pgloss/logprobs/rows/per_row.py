@@ -72,7 +72,7 @@ class RowMarks(NamedTuple):
     hit: Tensor
     """bool [T]: the target is a column of this shard, and its log-prob has a gradient."""
     entry: Tensor
-    """[T] in the logits' dtype: the gradient of the target's logit."""
+    """[T] in the gradient's dtype: the gradient of the target's logit."""
 
     def take(self, rows: slice) -> RowMarks:
         """Views of some rows."""

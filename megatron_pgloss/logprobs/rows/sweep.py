@@ -69,19 +69,21 @@ def write_gradient(
     order: RowOrder,
     width: int,
     reuse: bool,
+    dtype: torch.dtype | None = None,
     backend: str | None = None,
     chunk_elements: int,
 ) -> Tensor:
     """Write the gradient p_v (a + b log p_v), with ``entry_T`` in the target's column where ``hit_T``.
 
-    The result lies in the logits' own memory (``reuse``) or in one new tensor of their dtype. Rows that are
-    not ``live_T`` get 0, whatever their logits hold. ``a_T``, ``b_T``, ``entry_T``, ``lse_T`` and
+    The result lies in the logits' own memory (``reuse``) or in one new tensor of ``dtype``, None for theirs. Rows that
+    are not ``live_T`` get 0, whatever their logits hold. ``a_T``, ``b_T``, ``entry_T``, ``lse_T`` and
     ``inverse_tau_T`` are float64.
     """
-    flat_TV = None if reuse else logits.new_empty(order.rows, logits.size(-1))
+    dtype = logits.dtype if reuse or dtype is None else dtype
+    flat_TV = None if reuse else logits.new_empty(order.rows, logits.size(-1), dtype=dtype)
     factors = row_factors(a_T, b_T, lse_T, inverse_tau_T, maths_dtype(logits))
     inside_T, column_T = _columns(target_T, width)
-    marks = RowMarks(live_T, column_T, inside_T & hit_T, entry_T.to(logits.dtype))
+    marks = RowMarks(live_T, column_T, inside_T & hit_T, entry_T.to(dtype))
     rows = (
         make_rows(choose(logits, backend), logits, width, order.rows, chunk_elements) if width and order.rows else None
     )

@@ -29,6 +29,16 @@ class Merged(NamedTuple):
     lse: Tensor
 
 
+def concatenated(parts: list[Merged]) -> Merged:
+    """The statistics of consecutive chunks of rows as those of all their rows."""
+    entropies = [part.entropy for part in parts if part.entropy is not None]
+    return Merged(
+        torch.cat([part.logprob for part in parts]),
+        torch.cat(entropies) if entropies else None,
+        torch.cat([part.lse for part in parts]),
+    )
+
+
 def merge(stats_TC: Tensor, target_T: Tensor, shard: VocabShard) -> Merged:
     """Combine the shards' statistics by the chain rule of entropy.
 
@@ -37,6 +47,12 @@ def merge(stats_TC: Tensor, target_T: Tensor, shard: VocabShard) -> Merged:
     A target off the vocabulary has log-prob NaN, and so has a row without any finite logit.
     """
     return merge_gathered(gather_stats(stats_TC, shard), target_T, shard)
+
+
+def merge_with_peak(stats_TC: Tensor, peak_T: Tensor, target_T: Tensor, shard: VocabShard) -> tuple[Merged, Tensor]:
+    """`merge`, and in the same collective the largest of each row's ``peak_T`` (float64) over the shards."""
+    gathered_RTC = gather_stats(torch.cat([stats_TC, peak_T[:, None]], 1), shard)
+    return merge_gathered(gathered_RTC[..., :-1], target_T, shard), gathered_RTC[..., -1].amax(0)
 
 
 def merge_gathered(stats_RTC: Tensor, target_T: Tensor, shard: VocabShard) -> Merged:
