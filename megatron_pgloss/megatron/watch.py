@@ -283,5 +283,6 @@ def _work(of: weakref.ref[Watch], wake: threading.Event) -> None:
         except RuntimeError as error:  # of the store: the job is ending, or the process that holds it has
             _LOG.info("rank %d no longer says where it is: %s", watch.rank, error)
             return
+        rest = min(_PAUSE, watch.pause())  # patience may end sooner
         del watch
-        time.sleep(_PAUSE)
+        time.sleep(rest)
