@@ -108,7 +108,11 @@ def _composed(inputs: dict[str, Tensor], micro: MicroBatch, keep_tokens: bool) -
     known = StepFacts(spec, frozenset(micro.table), "entropy" in inputs)
     for x in streams:
         part = x.component
-        made, acting, (term_N, worth, bad_N) = component_loss(x, micro, spec)
+        if isinstance(part, PolicyGradient):
+            made = SURROGATES[part.surrogate.kind](x, part.surrogate)
+        else:
+            made = TERMS[part.kind](part, x)
+        acting, (term_N, worth, bad_N) = acted_on(made, x, micro, spec)
         slope = micro.slope(part.name)
         if slope is not None:
             # What this token's log-prob moves through the ratio of its episode, whose terms lie anywhere: 0 in value.
@@ -120,19 +124,14 @@ def _composed(inputs: dict[str, Tensor], micro: MicroBatch, keep_tokens: bool) -
     return LossOutput(loss=total.to(leaf_N.dtype), metrics=metrics, tokens=tokens)
 
 
-def component_loss(
-    x: Streams, micro: MicroBatch, spec: LossSpec
-) -> tuple[TokenTerm, Late, tuple[Tensor, Tensor, Tensor]]:
-    """One component's term, what acts on it inside the loss, and of both the term as it enters the sum [N], that sum
-    under the plan's weights (0-d float64, without the coefficient), and bool [N]: where it was broken.
+def acted_on(
+    made: TokenTerm, x: Streams, micro: MicroBatch, spec: LossSpec
+) -> tuple[Late, tuple[Tensor, Tensor, Tensor]]:
+    """What acts on a component's term inside the loss, and of both the term as it enters the sum [N], that sum under
+    the plan's weights (0-d float64, without the coefficient), and bool [N]: where it was broken.
     """
-    part = x.component
-    if isinstance(part, PolicyGradient):
-        made = SURROGATES[part.surrogate.kind](x, part.surrogate)
-    else:
-        made = TERMS[part.kind](part, x)
-    acting = late(part, x, micro, spec)
-    return made, acting, _weighted(acting.act(made.term_N), x, micro.weight(part.name).reshape(-1))
+    acting = late(x.component, x, micro, spec)
+    return acting, _weighted(acting.act(made.term_N), x, micro.weight(x.component.name).reshape(-1))
 
 
 def weighted_sum(values: Tensor, micro: MicroBatch, component: str) -> Tensor:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from megatron_pgloss.maths import Asked
 from megatron_pgloss.objective.links import settle
-from megatron_pgloss.objective.loss import component_loss
+from megatron_pgloss.objective.loss import acted_on
 from megatron_pgloss.objective.streams import Streams
+from megatron_pgloss.objective.surrogates import SURROGATES
 from megatron_pgloss.planning import Plan
 from megatron_pgloss.spec import Component, PolicyGradient, Ratio
 
@@ -40,7 +41,9 @@ def with_slopes(plan: Plan, logp_T: Tensor, entropy_T: Tensor | None) -> Plan:
         settle(streams, micro, plan.spec, leaves=True)
         for x, axis in zip(streams, axes.values(), strict=True):
             assert x.axis is not None
-            (_, _, (_, worth, _)) = component_loss(x, micro, plan.spec)
+            assert isinstance(x.component, PolicyGradient)
+            made = SURROGATES[x.component.surrogate.kind](x, x.component.surrogate)
+            _, (_, worth, _) = acted_on(made, x, micro, plan.spec)
             found = torch.autograd.grad(worth, x.axis, allow_unused=True)[0] if worth.requires_grad else None
             by_ratio_T = torch.zeros_like(x.axis) if found is None else found
             rows, voters_T = x._units("sequence"), x._voters(axis.over, x.token_log_ratio)
