@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,10 +113,11 @@ def _composed(inputs: dict[str, Tensor], micro: MicroBatch, keep_tokens: bool) -
     known = StepFacts(spec, frozenset(micro.table), "entropy" in inputs)
     for x in streams:
         part = x.component
-        function, given = arithmetic(part, x)
-        made = function(*given)
-        acting = late(part, x, micro, spec)
-        term_N, worth, bad_N = weighted(acting.act(made.term_N), x, micro.weight(part.name).reshape(-1))
+        if isinstance(part, PolicyGradient):
+            made = SURROGATES[part.surrogate.kind](x, part.surrogate)
+        else:
+            made = TERMS[part.kind](part, x)
+        acting, (term_N, worth, bad_N) = acted_on(made, x, micro, spec)
         slope = micro.slope(part.name)
         if slope is not None:
             # What this token's log-prob moves through the ratio of its episode, whose terms lie anywhere: 0 in value.
@@ -130,11 +129,14 @@ def _composed(inputs: dict[str, Tensor], micro: MicroBatch, keep_tokens: bool) -
     return LossOutput(loss=total.to(leaf_N.dtype), metrics=metrics, tokens=tokens)
 
 
-def arithmetic(part: Component, x: Streams) -> tuple[Callable[..., TokenTerm], tuple[Any, ...]]:
-    """The function that makes a component's term, and its arguments."""
-    if isinstance(part, PolicyGradient):
-        return SURROGATES[part.surrogate.kind], (x, part.surrogate)
-    return TERMS[part.kind], (part, x)
+def acted_on(
+    made: TokenTerm, x: Streams, micro: MicroBatch, spec: LossSpec
+) -> tuple[Late, tuple[Tensor, Tensor, Tensor]]:
+    """What acts on a component's term inside the loss, and of both the term as it enters the sum [N], that sum under
+    the plan's weights (0-d float64, without the coefficient), and bool [N]: where it was broken.
+    """
+    acting = late(x.component, x, micro, spec)
+    return acting, _weighted(acting.act(made.term_N), x, micro.weight(x.component.name).reshape(-1))
 
 
 def weighted_sum(values: Tensor, micro: MicroBatch, component: str) -> Tensor:
@@ -212,7 +214,7 @@ def _chosen(lp: TokenLogprobs | None, micro: MicroBatch, ids: str) -> Tensor:
     return lp.chosen.reshape(math.prod(micro.shape), shape[-1])
 
 
-def weighted(term_N: Tensor, x: Streams, weight_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _weighted(term_N: Tensor, x: Streams, weight_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The term as it enters the sum, 0 at broken tokens and outside the members; its sum under the plan's weights (0-d
     float64, without the coefficient); and bool [N]: the broken tokens.
     """

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_pgloss.maths import Asked
-from megatron_pgloss.objective.late import late
 from megatron_pgloss.objective.links import settle
-from megatron_pgloss.objective.loss import arithmetic, weighted
+from megatron_pgloss.objective.loss import acted_on
 from megatron_pgloss.objective.streams import Streams
+from megatron_pgloss.objective.surrogates import SURROGATES
 from megatron_pgloss.planning import Plan
 from megatron_pgloss.spec import Component, PolicyGradient, Ratio
 
@@ -42,10 +42,9 @@ def with_slopes(plan: Plan, logp_T: Tensor, entropy_T: Tensor | None) -> Plan:
         settle(streams, micro, plan.spec, leaves=True)
         for x, axis in zip(streams, axes.values(), strict=True):
             assert x.axis is not None
-            part = x.component
-            function, given = arithmetic(part, x)
-            term_N = late(part, x, micro, plan.spec).act(function(*given).term_N)
-            _, worth, _ = weighted(term_N, x, micro.weight(part.name).reshape(-1))
+            assert isinstance(x.component, PolicyGradient)
+            made = SURROGATES[x.component.surrogate.kind](x, x.component.surrogate)
+            _, (_, worth, _) = acted_on(made, x, micro, plan.spec)
             found = torch.autograd.grad(worth, x.axis, allow_unused=True)[0] if worth.requires_grad else None
             by_ratio_T = torch.zeros_like(x.axis) if found is None else found
             rows, voters_T = x._units("sequence"), x._voters(axis.over, x.token_log_ratio)
