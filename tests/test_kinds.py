@@ -1,4 +1,4 @@
-"""One home for each kind, level and divisor: what a new one still lacks is said by its name.
+"""One home for each kind: what a new one still lacks is said by its name. Levels and divisors: test_levels.py.
 
 CONTRIBUTING.md, "How to add ...", sends the reader here: a piece that was forgotten turns one of these tests red.
 """
@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import megatron_pgloss as pg
+from megatron_pgloss.maths.segments import UnitSums
 from megatron_pgloss.metrics import METRICS
 from megatron_pgloss.objective import auxiliary, decisions, surrogates
 from megatron_pgloss.rules import corrections, gates, masks
-from megatron_pgloss.spec import FAMILIES, LEVELS, Kind, kinds, latex, parse
-from megatron_pgloss.spec.divisors import DIVISORS, Divisor
+from megatron_pgloss.spec import FAMILIES, Kind, kinds, latex
 from megatron_pgloss.spec.functions import Function
 from megatron_pgloss.spec.kinds import name_of
 from megatron_pgloss.spec.levels import Unit
@@ -31,7 +31,7 @@ from megatron_pgloss.verify.oracle import rules as oracle_rules
 from megatron_pgloss.verify.oracle import sets as oracle_sets
 from megatron_pgloss.verify.oracle import step as oracle_data
 from megatron_pgloss.verify.oracle import surrogates as oracle_surrogates
-from support.oracle_cases import row, weights
+from support.oracle_cases import row
 from support.steps import pictured, solve
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -205,6 +205,21 @@ def test_what_takes_a_statistic_over_a_unit_asks_for_it(family: str, asks: dict[
     assert said == set(asks), f"{sorted(said ^ set(asks))}: statistic_unit of the class and ASKS say different things"
 
 
+@pytest.mark.parametrize("kind", kinds(FAMILIES["corrections"]), ids=lambda kind: kind.__name__)
+def test_a_correction_weighs_and_rejects_as_it_says(kind: type[Kind]) -> None:
+    """On two rows of two tokens, the second e^-10 times as likely as the sampler had them, and 9 versions old."""
+    row_N = torch.tensor([0, 0, 1, 1])
+    evidence = corrections.Evidence(
+        units=dict.fromkeys(("sequence", "turn"), UnitSums(row_N, 2)), voters_N=row_N >= 0, bound=20.0,
+        log_N=row_N * -10.0, lag_N=row_N * 9,
+    )  # fmt: skip
+    part = made(kind)
+    said = corrections.apply(part, evidence)
+    rejected = said.passes is not None and not bool(said.passes.all())
+    assert part.weighs == (said.weight is not None), f"{kind.__name__}: weighs is not whether its verdict has a weight"
+    assert part.rejects == rejected, f"{kind.__name__}: rejects is not whether some tokens do not pass"
+
+
 def test_a_metric_of_one_kind_is_named_there() -> None:
     """Both ways: in ``reports`` of a component, and a row of the table."""
     rich, names = RichStep(), {name for kind in kinds(FAMILIES["components"]) for name in made(kind).reports}
@@ -248,48 +263,3 @@ def test_a_kind_of_ones_own_that_says_nothing_is_told_so() -> None:
         asked(Bare, "formula", Bare().formula)
     with pytest.raises(pytest.fail.Exception, match="Bare has no short name"):
         asked(Bare, "short name", lambda: Bare().reason)
-
-
-# ---- levels and divisors -------------------------------------------------------------------------------------------
-
-WORDS = [(kind, word) for kind in DIVISORS for word in kind.examples]
-
-
-@pytest.mark.parametrize(("kind", "word"), WORDS, ids=[word for _, word in WORDS])
-def test_a_divisor_reads_prints_and_divides(kind: type[Divisor], word: str) -> None:
-    """Two sequences of 1 and 3 tokens: the package's weights are 1 / divisor, and the oracle's."""
-    path = parse(f"sum(sequence) > sum(token)/{word}")
-    divisor = path.steps[-1].divisor
-    assert isinstance(divisor, kind) and str(path) == str(parse(str(path))), f"{kind.__name__} does not read {word}"
-    assert divisor.plain("n") and divisor.latex("n", "token"), f"{kind.__name__} does not print itself"
-    rows = [row("cA"), row("cAAA")]
-    batch = pg.TokenBatch.from_packed(
-        tokens=torch.zeros(6, dtype=torch.int64), lengths=[2, 4],
-        action_mask=torch.tensor([False, True, False, True, True, True]), advantages=torch.ones(2),
-    )  # fmt: skip
-    rl = pg.PolicyGradient(surrogate=pg.Reinforce(), ratio="none", normalizer=str(path))
-    plan = pg.plan([batch], pg.LossSpec(components=[rl]), split=pg.Split(sequences=2))
-    count = {"count": (1.0, 3.0), "average": (2.0, 2.0), "nothing": (1.0, 1.0)}[divisor.reads]
-    mine = [float(w) for w in plan.components["rl"].weight_T if w]
-    assert mine == pytest.approx([1 / divisor.of(count[0])] + [1 / divisor.of(count[1])] * 3, rel=1e-6)
-    try:
-        judged = [w for each in weights(rows, str(path)) for w in each]
-    except pg.SpecError as error:
-        pytest.fail(f"{kind.__name__} has no entry in the oracle, verify/oracle/average.py: {error}")
-    assert mine == pytest.approx(judged, rel=1e-6), f"{kind.__name__}: the oracle divides by another number"
-
-
-def test_every_kind_of_divisor_is_shown() -> None:
-    text = (ROOT / "docs" / "normalization.md").read_text(encoding="utf-8")
-    for kind in DIVISORS:
-        assert kind.examples, f"{kind.__name__} has no examples"
-        assert kind.forms, f"{kind.__name__} has no forms"
-        for form, meaning in kind.forms:
-            assert f"| {form} | {meaning} |" in text, f"{kind.__name__} has no row in docs/normalization.md"
-
-
-def test_levels_are_those_of_the_oracle_and_of_the_docs() -> None:
-    assert tuple(level.name for level in LEVELS) == oracle_data.LEVELS, "the oracle has other levels"
-    assert len({level.letter for level in LEVELS}) == len(LEVELS)
-    text = (ROOT / "docs" / "normalization.md").read_text(encoding="utf-8")
-    assert " | ".join(level.name for level in LEVELS) in text, "docs/normalization.md has other levels"

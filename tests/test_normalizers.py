@@ -205,7 +205,7 @@ def test_a_path_that_names_a_level_without_ids_is_refused(normalizer: str, given
 def test_a_counted_token_outside_all_turns_is_refused_with_its_place() -> None:
     batch = pictured("cA", "coA", sample_ids=["s", "t"])
     spec = pg.presets.reinforce().add(pg.CrossEntropy(normalizer="mean(turn) > mean(token)"))
-    words = ("ce", "names turns", "1 tokens before the first policy turn", "sample 't', token 1", "turn_ids")
+    words = ("ce", "names turns", "1 tokens in no turn", "sample 't', token 1", "turn_ids")
     refused(pg.DataError, lambda: pg.plan([batch], spec, split=ONE), *words)
 
 

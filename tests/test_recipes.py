@@ -1,5 +1,5 @@
 """CONTRIBUTING.md, "How to add ...": each recipe is done in a copied tree, then with each piece left out in turn, and
-what was forgotten is named by a test. The changes stand in ``recipes.py``.
+what was forgotten is named by a test. The changes stand in ``support/recipes``.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from support.changes import Change
-from support.recipes import CHANGES, DOCS, KINDS
+from support.changes import API, DOCS, KINDS, LEVELS, Change
+from support.recipes import CHANGES
 
 ROOT = Path(__file__).resolve().parent.parent
 PIECES = [(name, piece) for name, change in CHANGES.items() for piece in change.forgotten]
-QUICK = (KINDS, "tests/test_api.py", "tests/test_stream_table.py")
-SHOWN = f"{KINDS}::test_every_kind_of_divisor_is_shown"
+QUICK = (KINDS, LEVELS, API, "tests/test_stream_table.py")
+SHOWN = f"{LEVELS}::test_every_kind_of_divisor_is_shown"
 """It reads pages that only ``make_docs.py`` brings up to date."""
 TURNS = [[piece for piece in turn if piece] for turn in zip_longest(*(c.forgotten for c in CHANGES.values()))]
 each = pytest.mark.parametrize("name", CHANGES)

@@ -39,7 +39,7 @@ JUDGES = {
         "tests/test_normalizers.py tests/test_normalizer_paths.py", "tests/test_plan.py tests/test_invariance.py",
         "tests/test_plan_ranks.py",
     ),
-    "spec/divisors.py": ("tests/test_normalizers.py tests/test_kinds.py", "tests/test_invariance.py"),
+    "spec/divisors.py": ("tests/test_normalizers.py tests/test_levels.py", "tests/test_invariance.py"),
     "megatron/context_parallel.py": ("tests/test_context_parallel.py -m 'not multiproc'", "layouts"),
     "megatron/factors.py": ("layouts", "tests/test_refusals.py", "tests/test_moe.py"),
     "megatron/step.py": (

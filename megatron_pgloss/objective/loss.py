@@ -20,7 +20,7 @@ from megatron_pgloss.objective.streams import Streams
 from megatron_pgloss.objective.surrogates import SURROGATES
 from megatron_pgloss.objective.token_term import TokenTerm
 from megatron_pgloss.planning import MicroBatch
-from megatron_pgloss.spec import Component, PolicyGradient
+from megatron_pgloss.spec import Component, LossSpec, PolicyGradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

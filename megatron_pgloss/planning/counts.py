@@ -14,6 +14,7 @@ from megatron_pgloss.planning.preflight import CheckedRows, Request
 from megatron_pgloss.planning.units import Units, per_row, per_unit
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.spec import LossSpec
+from megatron_pgloss.spec.levels import IN_ROWS, INSIDE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,7 @@ class LocalCounts:
     value_T: Tensor
     """float64 or int64 [T]: what a token adds to the count of its level (1, or its user weight; 0 if not counted)."""
     totals: dict[str, int | float]
-    """Counted sequences, turns and tokens on this rank."""
+    """Level that lies in rows to its counted units on this rank."""
 
 
 def local_counts(tokens: ComponentSet, units: Units, present_S: Tensor) -> LocalCounts:
@@ -44,7 +45,7 @@ def local_counts(tokens: ComponentSet, units: Units, present_S: Tensor) -> Local
     number = {"sequence": per_row(count_T, units.cu_S1)}
     alive: dict[str, Tensor] = {}
     for unit, size in units.size.items():
-        if unit == "turn":
+        if unit in INSIDE:
             hits_T = count_T.view(torch.uint8).to(torch.int64) if weighted else value_T
             number[unit] = per_unit(hits_T, units.index[unit], size)
         elif unit != "sequence":
@@ -54,14 +55,14 @@ def local_counts(tokens: ComponentSet, units: Units, present_S: Tensor) -> Local
         alive[unit] = number[unit] > 0
         if tokens.component.units == "all":
             alive[unit] = present_S if unit == "sequence" else _holds_row(units, unit, present_S)
-    totals: dict[str, int | float] = {unit: int(alive[unit].sum()) for unit in ("sequence", "turn")}
+    totals: dict[str, int | float] = {unit: int(alive[unit].sum()) for unit in IN_ROWS[:-1]}
     totals["token"] = value_T.sum().item()
     return LocalCounts(tokens=tokens, alive=alive, number=number, value_T=value_T, totals=totals)
 
 
 def _holds_row(units: Units, unit: str, present_S: Tensor) -> Tensor:
-    if unit == "turn":
-        return present_S[units.parent["turn", "sequence"]]
+    if unit in INSIDE:
+        return present_S[units.parent[unit, "sequence"]]
     rows = units.parent["sequence", unit]
     return torch.zeros(units.size[unit], dtype=torch.bool).index_fill_(0, rows[present_S], True)
 

@@ -9,10 +9,11 @@ from megatron_pgloss.errors import DataError, PGLossError
 from megatron_pgloss.planning import kept_sets, values
 from megatron_pgloss.planning.members import ComponentSet, component_set
 from megatron_pgloss.planning.presence import empty_rows
+from megatron_pgloss.planning.units import index_of
 from megatron_pgloss.rollouts import TokenBatch
 from megatron_pgloss.rollouts.streams import BY_NAME, OPTIONAL, argument_of
 from megatron_pgloss.spec import LossSpec
-from megatron_pgloss.spec.levels import KEYED
+from megatron_pgloss.spec.levels import INSIDE, KEYED, LEVEL
 from megatron_pgloss.spec.words import nearest
 
 
@@ -39,7 +40,7 @@ def check(batch: TokenBatch, spec: LossSpec, *, vocab_size: int | None = None) -
         kept_sets.check_inside(batch, spec, tokens.member_T)
     values.check(batch, spec, sets)
     _empty_sequences(batch, spec)
-    _turns(batch, spec, sets)
+    _in_no_unit(batch, spec, sets)
     _updated(batch, spec)
     return sets
 
@@ -175,23 +176,27 @@ def _empty_sequences(batch: TokenBatch, spec: LossSpec) -> None:
         )
 
 
-def _turns(batch: TokenBatch, spec: LossSpec, sets: list[ComponentSet]) -> None:
+def _in_no_unit(batch: TokenBatch, spec: LossSpec, sets: list[ComponentSet]) -> None:
     for tokens in sets:
         part = tokens.component
-        if "turn" in part.path.units:
-            lost_T, what = tokens.count_T & (batch.turn_T < 0), "normalizer names turns, but a counted token"
+        finest = next((level for level in reversed(part.path.units) if level in INSIDE), None)
+        if finest is not None:  # what lies in one of its units lies in one of each level above
+            level, lost_T = finest, tokens.count_T & (index_of(batch, finest) < 0)
+            what = f"normalizer names {LEVEL[level].plural}, but a counted token"
         elif spec.reads_turns(part):
-            lost_T, what = tokens.member_T & (batch.turn_T < 0), "ratio or gate runs over turns, but a trained token"
+            level, lost_T = "turn", tokens.member_T & (batch.turn_T < 0)
+            what = "ratio or gate runs over turns, but a trained token"
         else:
             continue
         if bool(lost_T.any()):
             at = int(lost_T.to(torch.int8).argmax())
             raise DataError(
                 f"{part.name}'s {what} belongs to none",
-                expected="turn >= 0",
-                got=f"{int(lost_T.sum())} tokens before the first policy turn",
+                expected=f"a {level} for every such token",
+                got=f"{int(lost_T.sum())} tokens in no {level}",
                 where=batch.where(at, "turn_ids"),
-                fix="give turn_ids=, or take those tokens out of the component",
+                fix="give turn_ids= (without them, what comes before the first policy turn is in none), or take those "
+                "tokens out of the component",
             )
 
 

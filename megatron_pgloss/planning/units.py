@@ -1,17 +1,18 @@
-"""Units of a batch (prompt, episode, sequence, turn) as dense indices, and their keys across ranks. `T` tokens, `S`
+"""Units of a batch, of each level above the token, as dense indices, and their keys across ranks. `T` tokens, `S`
 rows.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_pgloss.rollouts import TokenBatch
-from megatron_pgloss.spec.levels import KEYED
+from megatron_pgloss.spec.levels import INSIDE, KEYED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +49,19 @@ def find(batch: TokenBatch) -> Units:
         size[name] = len(order)
         key[name] = torch.tensor([_hash(text) for text in order], dtype=torch.int64).reshape(-1, 2)
         index[name] = of_row[name][seq_T]
-    index["turn"], size["turn"], turn_row = turns_of(batch, seq_T)
-    parent = {("turn", "sequence"): turn_row}
-    for name, rows in of_row.items():
-        parent["sequence", name] = rows
-        parent["turn", name] = rows[turn_row]
+    parent = {("sequence", name): rows for name, rows in of_row.items()}
+    above = "sequence"
+    for name in INSIDE:
+        index[name], size[name], owner_U = FIND[name](batch, index[above])
+        coarser = {outer: of for (inner, outer), of in parent.items() if inner == above}
+        parent[name, above] = owner_U
+        parent |= {(name, outer): of[owner_U] for outer, of in coarser.items()}
+        above = name
     if "prompt" in of_row and "episode" in of_row:
         first = torch.zeros(size["episode"], dtype=torch.int64)
         first[of_row["episode"]] = of_row["prompt"]
         parent["episode", "prompt"] = first
-    first_turn_S1 = torch.searchsorted(turn_row, torch.arange(len(batch) + 1))
+    first_turn_S1 = torch.searchsorted(parent["turn", "sequence"], torch.arange(len(batch) + 1))
     return Units(index=index, size=size, parent=parent, cu_S1=batch.cu_S1, first_turn_S1=first_turn_S1, key=key)
 
 
@@ -84,6 +88,21 @@ def turns_of(batch: TokenBatch, seq_T: Tensor | None = None) -> tuple[Tensor, in
     turn_T = torch.full_like(given_T, -1)
     turn_T[has_T] = inverse_K
     return turn_T, keys.numel(), keys // width
+
+
+FIND: dict[str, Callable[[TokenBatch, Tensor], tuple[Tensor, int, Tensor]]] = {
+    "turn": turns_of,
+}
+"""Level inside a row to its function ``(batch, index_T of the level above)``: the unit of each token, int64 [T] (-1 for
+none), the number of units, and int64 [units], the unit of the level above that holds each."""
+
+
+def index_of(batch: TokenBatch, level: str) -> Tensor:
+    """The unit of each token at a level inside rows, int64 [T]; -1 for none."""
+    index_T = batch.seq_T
+    for name in INSIDE[: INSIDE.index(level) + 1]:
+        index_T = FIND[name](batch, index_T)[0]
+    return index_T
 
 
 def per_row(mask_T: Tensor, cu_S1: Tensor) -> Tensor:

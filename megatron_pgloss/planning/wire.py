@@ -26,8 +26,9 @@ from megatron_pgloss.planning.token_weights import check_range, finest
 from megatron_pgloss.rollouts import STREAMS, TokenBatch
 from megatron_pgloss.rollouts.place import row_name
 from megatron_pgloss.spec import LossSpec, PolicyGradient
+from megatron_pgloss.spec.levels import IN_ROWS
 
-SLOTS = ("base", "members", "live", "sequence", "turn", "token")
+SLOTS = ("base", "members", "live", *IN_ROWS)
 """Counts of a component in a row; the tokens each rule took out follow them."""
 MOST_TOKENS = 2**39
 """The most tokens that a step may have over all ranks: sums of that many (`megatron_pgloss.planning.select.pieces`) are
@@ -152,7 +153,7 @@ def body(local: Local) -> Tensor:
         total = part.totals["token"]
         bits = _bits(total) if isinstance(total, float) else total
         values += [int(tokens.base_T.count_nonzero()), int(tokens.member_T.count_nonzero()), live]
-        values += [int(part.totals["sequence"]), int(part.totals["turn"]), bits, *tokens.dropped]
+        values += [*(int(part.totals[level]) for level in IN_ROWS[:-1]), bits, *tokens.dropped]
         for weight, number in tokens.means:
             values += [_bits(weight), number]
     if len(values) > agreement.BODY:

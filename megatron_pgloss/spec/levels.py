@@ -29,6 +29,8 @@ UNITS = tuple(level.name for level in LEVELS)
 """Names of the levels."""
 KEYED = tuple(level.name for level in LEVELS if level.keyed)
 IN_ROWS = tuple(level.name for level in LEVELS if not level.keyed)
+INSIDE = IN_ROWS[1:-1]
+"""Levels between the sequence and the token: `megatron_pgloss.planning.units` finds their units in every row."""
 LEVEL = {level.name: level for level in LEVELS}
 Unit = Literal["prompt", "episode", "sequence", "turn"]
 """A level above the token, over whose tokens a statistic may run."""
