@@ -140,6 +140,11 @@ def test_blocks_by_hand() -> None:
     assert row.data_MK.float()[0, 128:131].tolist() == [144, 144, 448]
     for found in (rows, weight, mx):
         assert torch.equal(found.dequantised(), x.float())  # nothing here needs more than a power of two
+    # 448 / 2^-130 is in no float32: blocks take the largest number of the input's type, a whole tensor float32's.
+    tiny = torch.full((1, 128), 2.0**-130, dtype=torch.bfloat16)
+    for recipe, largest in (("blockwise", torch.finfo(torch.bfloat16).max), ("tensorwise", scale.FLOAT_MAX)):
+        found = quantise(tiny, recipe, pow2=False)  # type: ignore[arg-type]
+        assert float(found.scale_inv_PQ) == float(floats(1.0) / floats(largest))
     assert quantise(x[:, :0], "blockwise").data_MK.shape == (2, 0)
 
 
