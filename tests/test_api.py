@@ -26,7 +26,8 @@ VOCAB, B, L = 11, 8, 7
 
 def test_public_api_is_frozen() -> None:
     names = PUBLIC.split()
-    assert sorted(set(pg.__all__) ^ set(names)) == [], "public names and PUBLIC differ in these"
+    differ = sorted(set(pg.__all__) ^ set(names))
+    assert not differ, f"public names and PUBLIC differ in {', '.join(differ)}"
     assert len(pg.__all__) == len(names)
     assert all(hasattr(pg, name) for name in pg.__all__)
 

@@ -82,7 +82,7 @@ _MIXED_DOC = '    """The importance weight, mixed with 1: ``1 - share + share r`
 _MIXED_EXAMPLE = '    example: ClassVar[Mapping[str, Any]] = {"share": 0.5}\n'
 _MIXED_WEIGHS = '''    @property
     def weighs(self) -> bool:
-        """Always true."""
+        """It rejects nothing."""
         return True
 
 '''
