@@ -69,7 +69,7 @@ UNKNOWN = [
     {"components": [{"kind": "values"}]},
     {"components": [CLIP | {"surrogate": {"kind": "cispo2"}}]},
     {"components": [CLIP | {"ratio": "episode"}]},
-    {"components": [CLIP | {"ratio": {"kind": "ratio", "level": "prompt"}}]},
+    {"components": [CLIP | {"ratio": {"kind": "ratio", "level": "rollout"}}]},
     {"components": [CLIP | {"ratio": {"kind": "ratio", "statistic": "median"}}]},
     {"components": [CLIP | {"ratio": {"kind": "other"}}]},
     {"components": [CLIP | {"surrogate": {"kind": "gmpo"}, "ratio": "sequence"}]},
@@ -87,7 +87,7 @@ UNKNOWN = [
     {"components": [{"kind": "term", "fn": torch.sum}]},
     {"components": [CLIP], "masks": [{"kind": "drop_all"}]},
     {"components": [CLIP], "corrections": [{"kind": "ice"}]},
-    {"components": [CLIP], "corrections": [{"kind": "truncated_is", "level": "prompt"}]},
+    {"components": [CLIP], "corrections": [{"kind": "truncated_is", "level": "rollout"}]},
     {"components": [CLIP], "corrections": [{"kind": "reject", "high": 1.0, "statistic": "median"}]},
     {"components": [CLIP], "corrections": [{"kind": "reject", "high": 1.0, "estimator": "k4"}]},
     *[

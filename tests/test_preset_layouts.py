@@ -102,7 +102,7 @@ def tour(rank: int, world: int) -> dict[str, list[Any]]:
     return found
 
 
-everyone = world_fixture(tour, 4, timeout=900)
+everyone = world_fixture(tour, 4, timeout=900, early=True)
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ if EXHAUSTIVE:  # as a user runs it: every fault on every layout
         4, "-m", "megatron_pgloss", "verify", "--self-test", "--json", "found.json", files=["found.json"], timeout=900
     )
 else:
-    command = world_fixture(every_fault_once, 4, timeout=600)
+    command = world_fixture(every_fault_once, 4, timeout=600, early=True)
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ def tour(rank: int, world: int) -> dict[str, Any]:
     return {name: kill_cell.run_cell(CELLS[name], LIMIT) for name in list(CELLS)[rank::world]}
 
 
-ran = world_fixture(tour, 2, grouped=False)
+ran = world_fixture(tour, 2, grouped=False, early=True)
 
 
 @pytest.fixture(scope="module")

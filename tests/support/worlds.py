@@ -71,6 +71,8 @@ class World:
     args: tuple[Any, ...] = ()
     timeout: float = TIMEOUT
     grouped: bool = True
+    early: bool = False
+    """One of the longest: at the end of a run it would leave processors idle."""
     urgent: bool = False
     """A test waits for this world, so that it takes the next free seats."""
     _ranks: list[Any] = field(default_factory=list)
@@ -204,12 +206,12 @@ class Run:
         return context
 
     def submit(self, world: World) -> None:
-        """Queue the world until there are seats for it: larger worlds first, then in the order of submission."""
+        """Queue the world until there are seats for it: early and larger worlds first, then in the order of submission."""
         if world.size > SEATS:
             raise ValueError(f"{world.name} needs more than PGLOSS_SEATS={SEATS} processes")
         with self._lock:
             self.waiting.append(world)
-            self.waiting.sort(key=lambda one: -one.size)
+            self.waiting.sort(key=lambda one: (not one.early, -one.size))
 
     def pump_beside(self) -> None:
         """Pump from a thread too: a test that waits for a compiler or another program does not hold the worlds up."""
@@ -275,9 +277,11 @@ FIXTURES: dict[Callable[[], Any], World] = {}
 """A fixture's function to the world that it waits for."""
 
 
-def world_fixture(fn: Callable[..., Any], size: int, *args: Any, timeout: float = TIMEOUT, grouped: bool = True) -> Any:
-    """A module-scoped fixture: the results of ``fn(rank, size, *args)``, by rank; ``grouped`` as of `World`."""
-    world = World(fn, size, args, timeout, grouped)
+def world_fixture(fn: Callable[..., Any], size: int, *args: Any, timeout: float = TIMEOUT, **more: bool) -> Any:
+    """A module-scoped fixture: the results of ``fn(rank, size, *args)``, by rank. ``more``: ``grouped`` and ``early`` of
+    `World`.
+    """
+    world = World(fn, size, args, timeout, **more)
 
     def results() -> list[Any]:
         return world.results()
@@ -329,6 +333,7 @@ def _rank(rank: int, size: int, folder: str, timeout: float, fn: Callable, args:
             # The world's own deadline comes first: it says where every rank stood.
             limit = datetime.timedelta(seconds=timeout + 60)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+            dist.barrier()  # a rank that ends at once must not leave while another still connects to it
         value = pickle.dumps(fn(rank, size, *args))
         if grouped:
             dist.destroy_process_group()
