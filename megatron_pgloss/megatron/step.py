@@ -145,7 +145,7 @@ class PolicyLossStep(Runtime):
         return made
 
     def close(self) -> None:
-        """Leave the open step without `finish`: no update was made, the rows may be tried again, the config is put back."""
+        """Leave the open step without `finish`: no update was made, rows may be tried again, the config is put back."""
         if self._plan is not None:
             self._plan.ledger.take_back()
         self._close()
