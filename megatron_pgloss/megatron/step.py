@@ -157,9 +157,7 @@ class PolicyLossStep(Runtime):
         return made
 
     def close(self) -> None:
-        """Leave the open step without `finish`, after an error for example: no update was made, and the same rows may
-        be tried again. Megatron's config is put back to what it was before `begin`.
-        """
+        """Leave the open step without `finish`: no update was made, rows may be tried again, the config is put back."""
         if self._plan is not None:
             self._plan.ledger.take_back()
         self._close()

@@ -206,7 +206,7 @@ class Run:
         return context
 
     def submit(self, world: World) -> None:
-        """Queue the world until there are seats for it: early and larger worlds first, then in the order of submission."""
+        """Queue the world until there are seats for it: early ones first, then larger ones, then as they came."""
         if world.size > SEATS:
             raise ValueError(f"{world.name} needs more than PGLOSS_SEATS={SEATS} processes")
         with self._lock:
@@ -278,9 +278,7 @@ FIXTURES: dict[Callable[[], Any], World] = {}
 
 
 def world_fixture(fn: Callable[..., Any], size: int, *args: Any, timeout: float = TIMEOUT, **more: bool) -> Any:
-    """A module-scoped fixture: the results of ``fn(rank, size, *args)``, by rank. ``more``: ``grouped`` and ``early`` of
-    `World`.
-    """
+    """A module-scoped fixture: the results of ``fn(rank, size, *args)``, by rank; ``more`` goes to `World`."""
     world = World(fn, size, args, timeout, **more)
 
     def results() -> list[Any]:
