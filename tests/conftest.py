@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests of exhaustive runs, and of GPUs where there is none; put slow tests first, those with worlds last."""
+    """Skip tests of exhaustive runs, and of GPUs where there is none; order the others by what they wait for."""
     from support.worlds import worlds_of
 
     if not config.getoption("--exhaustive"):
@@ -62,8 +62,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if waits := worlds_of([item]):
             # Each world has its own deadline from its start, but it may have to wait for seats first.
             item.add_marker(pytest.mark.timeout(600 + sum(world.timeout for world in waits)))
-    # Slow tests without a world wait for programs of their own, meanwhile worlds have the machine.
-    items.sort(key=lambda item: (bool(worlds_of([item])), item.get_closest_marker("slow") is None))
+    # Slow tests without a world wait for programs of their own, and leave the machine to the worlds that are left.
+    items.sort(key=lambda item: (bool(worlds_of([item])), item.get_closest_marker("slow") is not None))
     _skip_without_gpu(items)
 
 

@@ -113,3 +113,8 @@ def log_start(head: str, own: HeadDtype | None, sampler: HeadDtype | None) -> No
     """Log, once a step object, in which numbers its head works."""
     said = sampler or f"not declared (sampler_head= takes {', '.join(HEAD_DTYPES)})"
     _LOG.info("head %s; logits in %s; the sampler's head: %s", head, own or "the model's own numbers", said)
+
+
+def some(index_N: Tensor) -> Tensor:
+    """At most `SAMPLE` of them, evenly spread."""
+    return index_N[:: max(1, -(-index_N.numel() // SAMPLE))]
