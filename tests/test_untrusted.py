@@ -23,6 +23,13 @@ from support.steps import refused
 OWN = 'components = [{kind = "term", name = "own", fn = "NAME"}]'
 
 
+@pytest.fixture(autouse=True)
+def _nothing_imported() -> Iterator[None]:
+    """What a test imports on purpose must not stay for the next one, whatever their order."""
+    yield
+    sys.modules.pop("evil_mod", None)
+
+
 def evil(folder: Path) -> Path:
     """A module that leaves a mark when it is imported, and a spec that names it."""
     (folder / "evil_mod.py").write_text(
@@ -69,7 +76,7 @@ def test_the_command_line_imports_the_one_module_that_it_names(
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["explain", str(tmp_path / "loss.toml"), "--functions", "evil_mod"]) == 0
     assert ran.exists() and "evil_mod:square" in capsys.readouterr().out
-    sys.modules.pop("evil_mod")
+    sys.modules.pop("evil_mod")  # imported anew below
     # Its own functions alone: `join` came from another module, `Path` is no function.
     for name in ("join", "Path", "no"):
         (tmp_path / "loss.toml").write_text(OWN.replace("NAME", f"evil_mod:{name}"))
