@@ -40,6 +40,7 @@ def pg(kind: str, ratio: Any = "token", **more: Any) -> dict[str, Any]:
         (pg("topr"), -2, -LN2, LOGP, 1),
         (pg("sapo"), 1, LN2, -4 * SIGMOID, -4 * SIGMOID * (1 - SIGMOID) * 2),
         (pg("sapo", tau_negative=2.0), -1, 0.0, 2 * 0.5, 1.0),
+        (pg("sapo"), 1, log(25), -4 / (1 + exp(-24)), -4 * exp(-24) / (1 + exp(-24)) ** 2 * 25),  # nearly flat
         (pg("vespo"), 1, LN2, -PHI * LOGP, -PHI),
         (pg("vespo"), -1, -LN2, PHI_LOW * LOGP, PHI_LOW),
         (pg("dro"), 2, LN2, -2 * LN2 + 0.05 * LN2**2, -2 + 0.1 * LN2),

@@ -96,7 +96,9 @@ def _sapo(surrogate: Surrogate, scene: Scene) -> Tensor:
     advantage_M = scene.constant("advantages")
     good, bad = float(setting(surrogate, "tau_positive", 1.0)), float(setting(surrogate, "tau_negative", 1.05))
     tau_M = torch.full_like(advantage_M, bad).masked_fill(advantage_M > 0, good)
-    return -(4 / tau_M) * torch.sigmoid(tau_M * (ratio(scene) - 1)) * advantage_M
+    y_M = tau_M * (ratio(scene) - 1)
+    # 1 / (1 + exp(-y)), written so that autograd's s (1 - s) keeps its digits where s is nearly 1.
+    return -(4 / tau_M) * torch.where(y_M > 0, 1 - torch.sigmoid(-y_M), torch.sigmoid(y_M)) * advantage_M
 
 
 def _vespo(surrogate: Surrogate, scene: Scene) -> Tensor:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.version import Version
+
 from megatron_pgloss._version import __version__
 from megatron_pgloss.verify.layouts.scenario import Scenario
 from megatron_pgloss.verify.run.outcome import Outcome
@@ -95,7 +97,9 @@ def versions() -> dict[str, str]:
     import megatron.core  # what is imported: pip may know another version, or none
     import torch
 
-    found |= {"torch": str(torch.__version__), "megatron-core": str(megatron.core.__version__)}
+    # In a git checkout Megatron-Core appends the commit of the working directory, whosever repository that is.
+    core = Version(megatron.core.__version__).public
+    found |= {"torch": str(torch.__version__), "megatron-core": core}
     return found | {"date": datetime.date.today().isoformat()}
 
 
