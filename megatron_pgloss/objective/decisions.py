@@ -76,17 +76,16 @@ def look(
     if spec.unit_readers:  # all ranks hold what they ask before they exchange it
         here.gather(plan.ranks)
         told = links.take(asked, plan.job_rows)
-    with Carried() as then:
-        if here.error is not None:
-            raise here.error
-        links.answer(asked, micro, spec)
-        looked = [
-            Looked(x, known, _gates(x.component, x, spec), corrected(x.component, x, spec))
-            for x, known in zip(streams, told, strict=True)
-        ]
-        for x in streams:
-            _refuse_lost(plan, x)
-    then.gather(plan.ranks)
+    if here.error is None:
+        with here:
+            links.answer(asked, micro, spec)
+            looked = [
+                Looked(x, known, _gates(x.component, x, spec), corrected(x.component, x, spec))
+                for x, known in zip(streams, told, strict=True)
+            ]
+            for x in streams:
+                _refuse_lost(plan, x)
+    here.gather(plan.ranks)
     return looked, logp_T, entropy_T
 
 
