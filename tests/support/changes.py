@@ -39,13 +39,32 @@ class Change:
         return {file for file, _, _ in self.edits if file.startswith(PACKAGE) and "/oracle/" not in file}
 
 
-def pieces_of_kind(name: str, family: str, file: str, **cuts: tuple[str, str, str, str]) -> tuple[Forgotten, ...]:
-    """Forgotten pieces of the class of a kind: (what is cut, what stays instead, test of `KINDS`, what it says)."""
-    return tuple(
-        Forgotten(piece=piece.replace("_", " "), file=file, cut=cut, put=put, says=says,
-                  test=f"{KINDS}::{test}[{family} {name}]")
-        for piece, (cut, put, test, says) in cuts.items()
-    )  # fmt: skip
+_MISSED = {
+    "docstring": ("test_a_kind_says_what_it_is", "has no docstring"),
+    "example": ("test_a_kind_says_what_it_is", "has no example"),
+    "formula": ("test_a_kind_says_what_it_is", "has no formula"),
+    "short_name": ("test_a_kind_says_what_it_is", "has no short name (reason)"),
+    "LaTeX_of_a_letter": ("test_a_kind_has_latex", "has no LaTeX for {detail}: give it symbols"),
+    "name_in_all": ("test_a_kind_has_a_place_in_the_package", "is not in __all__ of"),
+    "reads": ("test_a_kind_reads_what_it_says", "reads what its reads do not name"),
+    "row_of_arithmetic": ("test_a_kind_has_arithmetic", "has no arithmetic in {file}: {detail}"),
+    "oracle": ("test_the_oracle_knows_a_kind", "has no entry in the oracle, {file}"),
+}
+"""Piece of a kind to the test of `KINDS` that misses it, and what that says behind the kind's name."""
+
+
+def pieces_of_kind(name: str, family: str, file: str, **cuts: str | tuple[str, str]) -> tuple[Forgotten, ...]:
+    """Forgotten pieces of a kind, all in one file: piece of `_MISSED` to what is cut, or to that and the detail that
+    its test names.
+    """
+    found = []
+    for piece, given in cuts.items():
+        cut, detail = (given, "") if isinstance(given, str) else given
+        test, says = _MISSED[piece]
+        says = f"{name} {says.format(file=file.removeprefix(f'{PACKAGE}/'), detail=detail)}"
+        test = f"{KINDS}::{test}[{family} {name}]"
+        found.append(Forgotten(piece=piece.replace("_", " "), file=file, cut=cut, test=test, says=says))
+    return tuple(found)
 
 
 def public_name(name: str) -> Forgotten:
