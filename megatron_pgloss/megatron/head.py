@@ -2,7 +2,7 @@
 the head's weight (`megatron_pgloss.megatron.given_head` reads logits).
 
 Shapes: `b` rows and `s` positions of this rank's shard of a micro-batch, `H` hidden, `T` = s b rows in the model's own
-order (sequence first), `V` vocabulary, `Vl` columns of one shard.
+order (sequence first), `R` its tokens that are no padding, `V` vocabulary, `Vl` columns of one shard.
 """
 
 from __future__ import annotations
@@ -193,14 +193,15 @@ def wanted_rows(micro: MicroBatch) -> Tensor:
     statistics over units run over. In a scoring pass they are all real tokens. The result is on the CPU, as the plan
     is, so nothing waits for the device.
     """
-    real_N = micro.index_N >= 0
+    read_N = micro.index_N >= 0
     if micro.spec is not None:
-        any_T = micro.table["action"].clone()
+        at_R = micro.index_N[read_N]  # the tokens of this micro-batch alone: tables have all of the rank's
+        any_R = micro.table["action"][at_R]
         for part in micro.spec.components:
             if not isinstance(part, Value):
-                any_T |= micro.shared.components[part.name].member_T
-        real_N = real_N & (any_T[micro.index_N.clamp(min=0)] if any_T.numel() else torch.zeros_like(real_N))
-    return _Flat(*micro.shape).down(real_N.reshape(micro.shape)).nonzero()[:, 0]
+                any_R |= micro.shared.components[part.name].member_T[at_R]
+        read_N = read_N.masked_scatter(read_N, any_R)
+    return _Flat(*micro.shape).down(read_N.reshape(micro.shape)).nonzero()[:, 0]
 
 
 def live_rows(micro: MicroBatch, wanted: Tensor) -> Tensor | None:
@@ -211,14 +212,16 @@ def live_rows(micro: MicroBatch, wanted: Tensor) -> Tensor | None:
     spec, table = micro.spec, micro.table
     if spec is None or not spec.by_token or not table["tokens"].numel():
         return None
-    live_T = torch.zeros_like(table["action"])
+    real_N = micro.index_N >= 0
+    at_R = micro.index_N[real_N]
+    live_R = torch.zeros_like(at_R, dtype=torch.bool)
     for part in spec.components:
         if isinstance(part, Value) or not micro.shared.coef[part.name]:
             continue
         known = micro.shared.components[part.name]
-        moves_T = known.member_T & (known.weight_T != 0)
-        live_T |= moves_T if part.moves_at_zero_advantage else moves_T & (table["advantages"] != 0)
-    live_N = live_T[micro.index_N.clamp(min=0)] & (micro.index_N >= 0)
+        moves_R = known.member_T[at_R] & (known.weight_T[at_R] != 0)
+        live_R |= moves_R if part.moves_at_zero_advantage else moves_R & (table["advantages"][at_R] != 0)
+    live_N = real_N.masked_scatter(real_N, live_R)
     return _Flat(*micro.shape).down(live_N.reshape(micro.shape))[wanted].nonzero()[:, 0]
 
 
